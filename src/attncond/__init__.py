@@ -1,0 +1,1 @@
+"""Make the attention of any PyTorch transformer well conditioned."""
