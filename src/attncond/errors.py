@@ -1,0 +1,25 @@
+"""Everything attncond raises on purpose; all of it is a ConditioningError."""
+
+from __future__ import annotations
+
+
+class ConditioningError(Exception):
+    """Something about the model, the method or the call makes conditioning impossible.
+
+    The call that raises it leaves the model exactly as it was.
+    """
+
+
+class UnsupportedAttentionError(ConditioningError):
+    """The model has no attention, or attention that no adapter understands.
+
+    An adapter raises it too, with the reason, to refuse a module it recognises.
+    """
+
+
+class AlreadyConditionedError(ConditioningError):
+    """The model already carries this method; remove or fold it first."""
+
+
+class NotFoldableError(ConditioningError):
+    """A method changes something that no weight of the stock model can express."""

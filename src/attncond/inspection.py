@@ -1,0 +1,203 @@
+"""Find the attention of a model: what is supported, what is not, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from attncond.adapters import find_adapter, structural
+from attncond.errors import UnsupportedAttentionError
+from attncond.sites import Site, class_name
+
+# Children or parameters that only attention has. `in_proj` is left out: state-space blocks have it.
+_FUSED = re.compile(
+    r"^(to_|w_?|W_?|fused_|in_proj_)?(qkvs?|kvs?|qk|query_key_value|q_kv|kv_b?)(_proj|_weight|_conv)?$"
+    r"|^(c_attn|W_pack|qkv_proj|in_proj_weight|att_proj)$"
+)
+_QUERY = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(q|query|queries|Q)(_proj|_lin|_linear)?$")
+_KEY = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(k|key|keys|K)(_proj|_lin|_linear)?$")
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Something that looks like attention and that no adapter can read."""
+
+    path: str
+    cls: str
+    parameters: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`inspect` found. ``print(plan)`` shows it as a table."""
+
+    sites: tuple[Site, ...]
+    unsupported: tuple[Unsupported, ...]
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same facts as plain data, for JSON."""
+        sites = [
+            {
+                "path": site.path,
+                "class": site.cls,
+                "kind": site.kind,
+                "heads": site.heads,
+                "layout": site.layout,
+                "projections": [
+                    {
+                        "role": p.role,
+                        "parameter": f"{p.path}.{p.name}" if p.path else p.name,
+                        "heads": p.heads,
+                        "head_dim": p.head_dim,
+                        "in_features": p.in_features,
+                        "transposed": p.axis == 1,
+                    }
+                    for p in site.projections
+                ],
+            }
+            for site in self.sites
+        ]
+        return {"sites": sites, "unsupported": [asdict(u) for u in self.unsupported]}
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.sites)} attention sites, {len(self.unsupported)} not supported"]
+        if self.sites:
+            head = ("path", "class", "kind", "heads", "layout", "q, k, v: heads x head_dim x in")
+            body = [
+                (
+                    site.path or "(the model)",
+                    site.cls.rsplit(".", 1)[-1],
+                    site.kind,
+                    str(site.heads),
+                    site.layout,
+                    "  ".join(
+                        f"{p.role} {p.heads}x{p.head_dim}x{p.in_features}" for p in site.projections
+                    ),
+                )
+                for site in self.sites
+            ]
+            lines += ["", table(head, body)]
+        if self.unsupported:
+            lines += ["", unsupported_table(self.unsupported)]
+        return "\n".join(lines)
+
+
+def table(head: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
+    """Rows of text in aligned columns."""
+    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+    rows = [head, tuple("-" * w for w in widths), *body]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
+    )
+
+
+def unsupported_table(rows: tuple[Unsupported, ...]) -> str:
+    """The rows that no adapter reads, and what a user can do about them."""
+    body = [
+        (u.path or "(the model)", u.cls, ", ".join(u.parameters) or "-", u.reason) for u in rows
+    ]
+    return (
+        "not supported:\n"
+        + table(("path", "class", "parameters", "reason"), body)
+        + "\n\nTo support a class, tell attncond where its Q, K and V are:\n\n"
+        "    @ac.register(TheClass)\n"
+        "    def adapter(module):\n"
+        '        return ac.fused(module.qkv, "qkv", heads=module.num_heads)\n'
+        "        # or ac.separate(module.q, module.k, module.v, heads=module.num_heads)\n"
+    )
+
+
+def inspect(model: nn.Module) -> Plan:
+    """Find every attention in ``model``; works on the meta device and changes nothing.
+
+    A module that stands at several paths is listed once, under the first.
+
+    >>> print(inspect(nn.MultiheadAttention(8, 2)))  # doctest: +ELLIPSIS
+    1 attention sites, 0 not supported
+    ...
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"inspect needs a torch.nn.Module, not {type(model).__name__}")
+    paths: dict[int, str] = {id(m): path for path, m in model.named_modules()}
+    sites: list[Site] = []
+    unsupported: list[Unsupported] = []
+    covered: list[str] = []  # prefixes of modules that are settled, one way or the other
+
+    for path, module in model.named_modules():
+        try:
+            found = _sites_of(module)
+        except UnsupportedAttentionError as error:
+            unsupported.append(_unsupported(path, module, str(error)))
+            covered.append(path)
+            continue
+        for site in found:
+            projections = tuple(
+                replace(p, path=paths.get(id(p.owner), "")) for p in site.projections
+            )
+            sites.append(replace(site, module=module, path=path, projections=projections))
+        if found:
+            covered.append(path)
+
+    for path, module in model.named_modules():
+        if _related(path, covered):
+            continue
+        if reason := _looks_like_attention(module):
+            unsupported.append(_unsupported(path, module, reason))
+            covered.append(path)
+    return Plan(tuple(sites), tuple(unsupported))
+
+
+def _sites_of(module: nn.Module) -> tuple[Site, ...]:
+    adapter = find_adapter(module)
+    found = adapter(module) if adapter else structural.match(module)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, Site) else tuple(found)
+
+
+def _related(path: str, covered: list[str]) -> bool:
+    """Whether ``path`` lies inside, or around, a module that is settled already."""
+    return any(
+        path == c or path.startswith(f"{c}.") or c.startswith(f"{path}.") or "" in (path, c)
+        for c in covered
+    )
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [n for n, m in module._modules.items() if m is not None] + [
+        n for n, p in module._parameters.items() if p is not None
+    ]
+
+
+def _looks_like_attention(module: nn.Module) -> str | None:
+    names = _names(module)
+    weights = [n for n in names if n not in module._modules or _has_parameters(module._modules[n])]
+    if fused := [n for n in weights if _FUSED.match(n)]:
+        return f"no adapter for this class; the order of rows in '{fused[0]}' cannot be guessed"
+    if any(_QUERY.match(n) for n in weights) and any(_KEY.match(n) for n in weights):
+        return "no adapter for this class; its query, key and value were not recognised"
+    return None
+
+
+def _has_parameters(module: nn.Module | None) -> bool:
+    return module is not None and next(module.parameters(), None) is not None
+
+
+def _unsupported(path: str, module: nn.Module, reason: str) -> Unsupported:
+    parameters = [
+        n
+        for n in _names(module)
+        if n in module._parameters or _has_parameters(module._modules.get(n))
+    ]
+    return Unsupported(path, class_name(module), tuple(parameters), reason)
