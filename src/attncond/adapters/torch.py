@@ -7,7 +7,7 @@ from weakref import WeakSet
 from torch import nn
 
 from attncond.adapters import register
-from attncond.sites import Site, fused, separate
+from attncond.sites import Kind, Site, fused, separate
 
 # Packed weights look the same in self- and cross-attention; only the decoder layer around them
 # knows. It is visited before its children and leaves word here instead of marking the model.
@@ -35,7 +35,7 @@ def multihead_attention(module: nn.MultiheadAttention) -> Site:
     """
     # in_proj_weight itself is no guide: parametrised, it is not where it used to be.
     if module._qkv_same_embed_dim:
-        kind = "cross" if module in _CROSS else "self"
+        kind: Kind = "cross" if module in _CROSS else "self"
         return fused(module, "qkv", heads=module.num_heads, name="in_proj_weight", kind=kind)
     names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     return separate(module, module, module, heads=module.num_heads, names=names, kind="cross")
