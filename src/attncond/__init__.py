@@ -2,6 +2,7 @@
 
 from attncond._version import __version__
 from attncond.adapters import register
+from attncond.conditioning import Certificate, Handle, condition, handle
 from attncond.errors import (
     AlreadyConditionedError,
     ConditioningError,
@@ -9,19 +10,25 @@ from attncond.errors import (
     UnsupportedAttentionError,
 )
 from attncond.inspection import Plan, Unsupported, inspect
+from attncond.methods import Spectral
 from attncond.sites import Projection, Site, fused, join, project, separate
 
 __all__ = [
     "AlreadyConditionedError",
+    "Certificate",
     "ConditioningError",
+    "Handle",
     "NotFoldableError",
     "Plan",
     "Projection",
     "Site",
+    "Spectral",
     "Unsupported",
     "UnsupportedAttentionError",
     "__version__",
+    "condition",
     "fused",
+    "handle",
     "inspect",
     "join",
     "project",

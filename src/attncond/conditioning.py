@@ -1,0 +1,551 @@
+"""Join sites and methods: condition a model in place, and hand back what undoes it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from attncond._version import __version__
+from attncond.effective import (
+    Correction,
+    buffer,
+    effective,
+    flat,
+    full,
+    install,
+    loads,
+    records,
+    uninstall,
+)
+from attncond.errors import (
+    AlreadyConditionedError,
+    ConditioningError,
+    UnsupportedAttentionError,
+)
+from attncond.inspection import Plan, inspect, unsupported_table
+from attncond.linalg import condition_number, spectral_norm
+from attncond.methods.spectral import PolarState, Spectral, follow, shift_certificate
+from attncond.sites import Projection, Role
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Stacked matrices are solved together, up to this many numbers at a time.
+_CHUNK = 2**26
+# Singular vectors that a polar correction follows for its norm.
+_TRACKED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One conditioned parameter."""
+
+    path: str
+    owner: nn.Module
+    name: str
+    correction: Correction
+
+    @property
+    def raw(self) -> Tensor:
+        """The stored parameter."""
+        parameter = self.owner._parameters[self.name]
+        assert parameter is not None
+        return parameter
+
+    def buffer(self, part: str) -> Tensor:
+        """One part of the correction."""
+        found = buffer(self.owner, self.name, part)
+        assert found is not None
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of one conditioned matrix as it stands now."""
+
+    parameter: str
+    role: Role
+    head: int | None  # None: the whole projection
+    norm: float  # σ_max of the raw matrix
+    bound: float  # κ of the effective matrix is at most this; inf where nothing is guaranteed
+    kappa: float | None  # κ itself, in float64, where it was asked for
+
+
+def condition(
+    model: nn.Module,
+    method: Spectral | Mapping[str, Any],
+    *,
+    skip_unsupported: bool = False,
+) -> Handle:
+    """Condition the attention of ``model`` in place and return its handle.
+
+    Args:
+        model: Any module; may be compiled, wrapped (DDP, FSDP2) or on the meta device.
+        method: What to do, e.g. ``ac.Spectral()``, or the ``config`` of another handle.
+        skip_unsupported: Leave attention that no adapter reads as it is, instead of raising.
+
+    Raises:
+        UnsupportedAttentionError: No attention, or some that no adapter reads.
+        AlreadyConditionedError: The method is on the model already.
+        ConditioningError: Weights that cannot be conditioned (not finite, zero, quantised, ...).
+
+    Whatever it raises, the model is as it was.
+
+    >>> import attncond as ac
+    >>> model = nn.TransformerEncoderLayer(32, 4)
+    >>> handle = ac.condition(model, ac.Spectral())
+    >>> max(c.kappa for c in handle.certificates()) <= 2
+    True
+    >>> handle.fold()
+    """
+    method = _method(method)
+    plan = inspect(model)
+    if any(records(m) for m in model.modules()):
+        raise AlreadyConditionedError(
+            "this model carries Spectral already. ac.handle(model) gives its handle: remove() takes "
+            "it off, fold() makes it part of the weights."
+        )
+    weights = _plan_weights(model, plan, method, skip_unsupported)
+    solved = _solve(weights)
+    try:
+        for weight, buffers in zip(weights, solved, strict=True):
+            install(weight.owner, weight.name, weight.correction, buffers)
+    except BaseException:
+        for weight in weights:
+            uninstall(weight.owner)
+        raise
+    return Handle(model, weights)
+
+
+def handle(model: nn.Module) -> Handle:
+    """The handle of a model that is conditioned already: a deep copy, a loaded or an EMA model."""
+    weights = [
+        Weight(path, module, name, correction)
+        for path, module in model.named_modules()
+        for name, correction in records(module).items()
+    ]
+    if not weights:
+        raise ConditioningError("this model is not conditioned; ac.condition(model, ...) does that")
+    return Handle(model, weights)
+
+
+class Handle:
+    """Holds on to a conditioned model. Made by :func:`condition` and :func:`handle`."""
+
+    def __init__(self, model: nn.Module, weights: list[Weight]) -> None:
+        self.model = model
+        self.method = weights[0].correction.method
+        self._weights = weights
+        self._ended: str | None = None
+        self._hooks: dict[int, Any] = {}
+        self._age: int | None = None
+        self._seen_loads = -1
+
+    def __repr__(self) -> str:
+        state = self._ended or f"{len(self._weights)} weights"
+        return f"<attncond.Handle {self.method} on {type(self.model).__name__}: {state}>"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Plain data that rebuilds the method: ``ac.condition(model, config)``; for a sidecar."""
+        return {
+            "attncond": __version__,
+            "method": type(self.method).__name__,
+            "parameters": asdict(self.method),
+        }
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Handle:
+        """Let the polar factor follow the weights: refresh it after ``optimizer.step()``.
+
+        Only the polar correction has something to follow; elsewhere this does nothing. Steps that
+        a gradient scaler skips do not count.
+        """
+        self._check_alive()
+        if self.method.correction != "polar":
+            return self
+        # accelerate's wrapper keeps the real optimizer, whose hooks are the ones that run.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ConditioningError(
+                f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
+        if id(inner) in self._hooks:
+            raise ConditioningError("this optimizer is attached already")
+        trained = {id(p) for group in inner.param_groups for p in group["params"]}
+        if not any(id(w.raw) in trained for w in self._weights):
+            raise ConditioningError(
+                "this optimizer trains none of the conditioned weights; was it built for another "
+                "copy of the model?"
+            )
+        self._hooks[id(inner)] = inner.register_step_post_hook(self._after_step)
+        return self
+
+    @torch.no_grad()
+    def calibrate(self) -> None:
+        """Choose λ, s and C anew from the weights as they are now.
+
+        For models conditioned on the meta device, and after loading a stock checkpoint.
+        """
+        self._check_alive()
+        for weight, buffers in zip(self._weights, _solve(self._weights), strict=True):
+            install(weight.owner, weight.name, weight.correction, buffers)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring the polar factor up to date with the weights; λI has nothing to refresh."""
+        self._check_alive()
+        if self.method.correction != "polar":
+            return
+        for batch in _batches(self._weights):
+            matrix = torch.stack([item.matrix for item in batch])
+            old = [_polar_slices(item) for item in batch]
+            norm = torch.stack([n for _, n, _ in old])
+            factor = torch.stack([c for c, _, _ in old]) / norm[:, None, None]
+            block = torch.stack([b for _, _, b in old])
+            new = follow(matrix, PolarState(factor, norm, block))
+            _store(batch, new)
+
+    def certificates(self, *, exact: bool = True) -> list[Certificate]:
+        """A row for each conditioned matrix: the bound on its κ, and its κ unless ``exact=False``.
+
+        λ stays while the weights grow: a bound may become infinite in training, κ itself may not.
+        """
+        self._check_alive()
+        rows: list[Certificate] = []
+        with torch.no_grad():
+            for weight in self._weights:
+                rows += _certify(weight, exact)
+        return rows
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Write the effective weights into the parameters: a stock model with the same outputs.
+
+        Parameter objects and state-dict keys are the stock model's afterwards.
+        """
+        self._check_alive()
+        folded = {id(w.raw): (w, effective(w.owner, w.name, full(w.raw))) for w in self._weights}
+        for weight, value in folded.values():
+            if value.is_meta:
+                raise ConditioningError(
+                    "weights on the meta device cannot be folded: load them first"
+                )
+            if not torch.isfinite(value).all():
+                raise ConditioningError(
+                    f"the effective {weight} is not finite, so nothing was folded; remove() gives "
+                    "the raw weights back"
+                )
+        before = [(w.raw, w.raw.detach().clone()) for w, _ in folded.values()]
+        buffers = [{**w.owner._buffers} for w in self._weights]
+        try:
+            for weight, value in folded.values():
+                weight.raw.copy_(_like(value, weight.raw))
+            self._end("folded")
+        except BaseException:
+            for raw, value in before:
+                raw.copy_(value)
+            for weight, kept in zip(self._weights, buffers, strict=True):
+                install(weight.owner, weight.name, weight.correction, {})
+                weight.owner._buffers.update(kept)
+            self._ended = None
+            raise
+
+    def remove(self) -> None:
+        """Take the conditioning off: the stock model with its raw weights."""
+        self._check_alive()
+        self._end("removed")
+
+    def _end(self, how: str) -> None:
+        for weight in self._weights:
+            uninstall(weight.owner)
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._ended = how
+
+    def _check_alive(self) -> None:
+        if self._ended:
+            raise ConditioningError(
+                f"this handle was {self._ended}: the model is a stock model again, and "
+                "ac.condition(model, ...) conditions it anew"
+            )
+        if any(not records(w.owner) for w in self._weights):
+            self._ended = "overtaken (another handle of the same model removed or folded it)"
+            self._check_alive()
+
+    @torch.compiler.disable
+    def _after_step(self, *_: Any) -> None:
+        first = self._weights[0]
+        if self._age is None or self._seen_loads != loads(first.owner):
+            # Once, and after a checkpoint was loaded; reading it every step would stall a GPU.
+            self._age = int(first.buffer("age").item())
+            self._seen_loads = loads(first.owner)
+        self._age += 1
+        for weight in self._weights:
+            weight.buffer("age").fill_(self._age)
+        if self._age % self.method.refresh_every == 0:
+            self.refresh()
+
+
+def _method(method: Spectral | Mapping[str, Any]) -> Spectral:
+    if isinstance(method, Mapping):
+        if method.get("method") != "Spectral" or not isinstance(method.get("parameters"), Mapping):
+            raise ConditioningError(
+                "a config needs 'method': 'Spectral' and 'parameters'; handle.config writes it"
+            )
+        try:
+            return Spectral(**method["parameters"])
+        except TypeError as error:
+            raise ConditioningError(f"this config does not fit this version: {error}") from error
+    if not isinstance(method, Spectral):
+        given = f"the class {method.__name__}" if isinstance(method, type) else repr(method)
+        raise ConditioningError(f"method must be an instance such as ac.Spectral(), not {given}")
+    return method
+
+
+def _plan_weights(
+    model: nn.Module, plan: Plan, method: Spectral, skip_unsupported: bool
+) -> list[Weight]:
+    if plan.unsupported and not skip_unsupported:
+        raise UnsupportedAttentionError(
+            f"{len(plan.unsupported)} attention modules of {type(model).__name__} are not supported "
+            "(skip_unsupported=True leaves them as they are).\n\n"
+            + unsupported_table(plan.unsupported)
+        )
+    if not plan.sites:
+        raise UnsupportedAttentionError(
+            f"no attention was found in {type(model).__name__}. If it has some, register an "
+            "adapter for its class with ac.register."
+        )
+    groups: dict[tuple[int, str], dict[bytes, Projection]] = defaultdict(dict)
+    for site in plan.sites:
+        for p in site.projections:
+            if p.role in method.roles:
+                # A shared module is met at several sites; it is conditioned once.
+                groups[id(p.owner), p.name].setdefault(p.rows.numpy().tobytes(), p)
+    if not groups:
+        raise ConditioningError(f"none of the attention has separate weights for {method.roles!r}")
+    weights = []
+    for found in groups.values():
+        parts = list(found.values())
+        first = parts[0]
+        taken = torch.cat([p.rows.flatten() for p in parts])
+        if taken.unique().numel() != taken.numel():
+            raise ConditioningError(f"{first.path}.{first.name}: two roles claim the same rows")
+        correction = Correction(
+            method, first.axis, tuple(p.role for p in parts), tuple(p.rows for p in parts)
+        )
+        weights.append(Weight(first.path, first.owner, first.name, correction))
+    _check_sharing(model, weights)
+    for weight in weights:
+        _check_weight(model, weight)
+    return weights
+
+
+def _check_sharing(model: nn.Module, weights: list[Weight]) -> None:
+    """A parameter that something else reads too would change there when it is folded."""
+    conditioned = {id(w.raw): w for w in weights}
+    owners = {(id(w.owner), w.name) for w in weights}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            weight = conditioned.get(id(parameter))
+            if weight is not None and (id(module), name) not in owners:
+                raise ConditioningError(
+                    f"{weight} is tied to {path}.{name}, which is no attention projection"
+                )
+
+
+def _check_weight(model: nn.Module, weight: Weight) -> None:
+    raw = weight.raw
+    if isinstance(raw, DTensor):
+        if not _is_sharded_by_fsdp(model, weight.owner):
+            raise ConditioningError(
+                f"{weight} is split by tensor parallelism, where no rank holds a whole matrix; "
+                "condition and fold the model before parallelising it"
+            )
+        raw = full(raw)
+    elif type(raw.data) is not Tensor or raw.dtype not in _DTYPES:
+        kind = type(raw.data).__name__ if type(raw.data) is not Tensor else str(raw.dtype)
+        raise ConditioningError(
+            f"{weight} is quantised or packed ({kind}); condition the model in "
+            "float16, bfloat16, float32 or float64 and quantise it after folding"
+        )
+    if raw.is_meta:
+        return
+    matrix = flat(raw.detach(), weight.correction.axis)
+    if not torch.isfinite(matrix).all():
+        raise ConditioningError(f"{weight} holds NaN or Inf; nothing was changed")
+    for role, index in weight.correction.matrices():
+        if not _take(matrix, index).any():
+            raise ConditioningError(
+                f"W_{role.upper()} in {weight} is all zeros: it has no condition number to improve. "
+                "Initialise or load the weights first."
+            )
+
+
+def _is_sharded_by_fsdp(model: nn.Module, owner: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(
+        isinstance(m, FSDPModule) and any(child is owner for child in m.modules())
+        for m in model.modules()
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Item:
+    """One matrix to solve: where it comes from, and its (m, n) values."""
+
+    weight: Weight
+    which: int
+    index: Tensor
+    matrix: Tensor
+
+
+def _take(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows of a matrix; a view where they are consecutive."""
+    start, count = int(index[0]), index.numel()
+    if int(index[-1]) - start == count - 1 and bool((index.diff() == 1).all()):
+        return matrix[start : start + count]
+    return matrix[index.to(matrix.device)]
+
+
+def _put(matrix: Tensor, index: Tensor, values: Tensor) -> None:
+    matrix[index.to(matrix.device)] = values.to(matrix.dtype)
+
+
+def _batches(weights: Iterable[Weight]) -> Iterator[list[_Item]]:
+    """All matrices, those of one shape, dtype and device together, in pieces of bounded size."""
+    groups: dict[Any, list[_Item]] = defaultdict(list)
+    for weight in weights:
+        matrix = flat(full(weight.raw.detach()), weight.correction.axis)
+        for which, (_, index) in enumerate(weight.correction.matrices()):
+            part = _take(matrix, index)
+            key = (part.shape, part.dtype, part.device)
+            groups[key].append(_Item(weight, which, index, part))
+    for items in groups.values():
+        size = max(1, _CHUNK // items[0].matrix.numel())
+        for i in range(0, len(items), size):
+            yield items[i : i + size]
+
+
+@torch.no_grad()
+def _solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
+    """The buffers of every weight, computed before the model is touched."""
+    blank = {id(w): _blank(w) for w in weights}
+    for batch in _batches(w for w in weights if not w.raw.is_meta):
+        method = batch[0].weight.correction.method
+        matrix = torch.stack([item.matrix for item in batch])
+        if method.correction == "identity":
+            scale, lam = method.identity_terms(matrix)
+            for item, s, shift in zip(batch, scale, scale * lam, strict=True):
+                buffers = blank[id(item.weight)]
+                _put(buffers["scale"], item.index, s)
+                _put(buffers["shift"], item.index, shift)
+        else:
+            widths = {blank[id(item.weight)]["block"].shape[-1] for item in batch}
+            scale, state = method.polar_terms(matrix, max(widths))
+            for item, s in zip(batch, scale, strict=True):
+                _put(blank[id(item.weight)]["scale"], item.index, s)
+            _store(batch, state, blank)
+    return list(blank.values())
+
+
+def _blank(weight: Weight) -> dict[str, Tensor]:
+    """Buffers that condition nothing, of the right shapes and on the right device."""
+    raw, correction = weight.raw, weight.correction
+    rows, columns = raw.shape[correction.axis], raw.numel() // raw.shape[correction.axis]
+    like = {"device": raw.device, "dtype": torch.promote_types(raw.dtype, torch.float32)}
+    buffers = {"scale": torch.ones(rows, **like)}
+    matrices = correction.matrices()
+    if correction.method.correction == "polar":
+        buffers["correction"] = torch.zeros(rows, columns, **like)
+        buffers["norm"] = torch.zeros(len(matrices), **like)
+        width = min(_TRACKED, columns, *(index.numel() for _, index in matrices))
+        buffers["block"] = torch.zeros(len(matrices), columns, width, **like)
+        buffers["age"] = torch.zeros((), dtype=torch.int64, device=raw.device)
+        return buffers
+    buffers["shift"] = torch.zeros(rows, **like)
+    diagonal = torch.full((rows,), -1)
+    for _, index in matrices:
+        ones = min(index.numel(), columns)
+        diagonal[index[:ones]] = torch.arange(ones)
+    buffers["diagonal"] = diagonal.to(raw.device)
+    return buffers
+
+
+def _polar_slices(item: _Item) -> tuple[Tensor, Tensor, Tensor]:
+    weight = item.weight
+    return (
+        _take(weight.buffer("correction"), item.index),
+        weight.buffer("norm")[item.which],
+        weight.buffer("block")[item.which],
+    )
+
+
+def _store(
+    batch: list[_Item], state: PolarState, blank: dict[int, dict[str, Tensor]] | None = None
+) -> None:
+    """Write the polar state of a batch into buffers, new ones or the owners' own."""
+    correction = state.factor * state.norm[:, None, None]
+    for i, item in enumerate(batch):
+        weight = item.weight
+        parts = ("correction", "norm", "block")
+        buffers = blank[id(weight)] if blank else {p: weight.buffer(p) for p in parts}
+        target = _take(buffers["correction"], item.index)
+        if target.data_ptr() == buffers["correction"][int(item.index[0])].data_ptr():
+            target.copy_(correction[i])
+        else:
+            _put(buffers["correction"], item.index, correction[i])
+        buffers["norm"][item.which] = state.norm[i]
+        buffers["block"][item.which] = state.block[i]
+
+
+def _like(value: Tensor, raw: Tensor) -> Tensor:
+    """A full tensor, sharded as the parameter it is written to."""
+    if isinstance(raw, DTensor):
+        return distribute_tensor(value, raw.device_mesh, raw.placements)
+    return value
+
+
+def _certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
+    raw, correction = full(weight.raw.detach()), weight.correction
+    result = flat(effective(weight.owner, weight.name, raw), correction.axis).double()
+    matrix = flat(raw, correction.axis).double()
+    for which, (role, index) in enumerate(correction.matrices()):
+        part = _take(matrix, index)
+        norm = float(spectral_norm(part))
+        if correction.method.correction == "identity":
+            scale = float(weight.buffer("scale")[index[0]])
+            bound = shift_certificate(float(weight.buffer("shift")[index[0]]) / scale, norm)
+        else:
+            correct = _take(weight.buffer("correction"), index).double()
+            bound = _polar_certificate(part, correct, norm)
+        kappa = float(condition_number(_take(result, index))) if exact else None
+        head = None if correction.method.scope == "projection" else which % _heads(correction, role)
+        yield Certificate(str(weight), role, head, norm, bound, kappa)
+
+
+def _heads(correction: Correction, role: Role) -> int:
+    return correction.rows[correction.roles.index(role)].shape[0]
+
+
+def _polar_certificate(matrix: Tensor, correction: Tensor, norm: float) -> float:
+    """A bound on κ(W + C) for any C, however old: σ_min(M) ≥ λ_min(sym(QᵀM)) for orthonormal Q.
+
+    With C = σU it is at most (2σ + e)/(σ − e) after the weights moved by e = ‖W − W_ref‖₂.
+    """
+    if matrix.shape[0] < matrix.shape[1]:
+        matrix, correction = matrix.mT, correction.mT
+    size = float(spectral_norm(correction))
+    inner = correction.mT @ (matrix + correction) / size
+    least = float(torch.linalg.eigvalsh((inner + inner.mT) / 2)[0])
+    return (norm + size) / least if least > 0 else math.inf

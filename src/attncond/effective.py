@@ -1,0 +1,270 @@
+"""The mechanism: a module whose parameter reads as its effective weight.
+
+The owner's class is exchanged for a subclass in which the parameter's name is a property. The
+Parameter stays registered under its own name, so optimizers, state dicts and ``named_parameters``
+see the raw weight, while every reader of ``module.weight`` (its own forward, or another module's
+that reads it directly, as BEiT's, EVA's, Swin V2's and MultiheadAttention's do) gets
+s·W + t·E, with E the ones of λI, or s·W + C.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from attncond.errors import ConditioningError
+from attncond.methods.spectral import Spectral
+from attncond.sites import Role, class_name
+
+_RECORDS = "_attncond"
+_PENDING = "_attncond_pending"
+_LOADS = "_attncond_loads"
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """What is conditioned in one parameter; the numbers are buffers of its owner."""
+
+    method: Spectral
+    axis: int
+    roles: tuple[Role, ...]
+    rows: tuple[Tensor, ...]  # a (heads, head_dim) index for each role
+
+    def matrices(self) -> list[tuple[Role, Tensor]]:
+        """The matrices κ speaks of: (role, flat row index), whole projections or heads."""
+        whole = self.method.scope == "projection"
+        return [
+            (role, index)
+            for role, rows in zip(self.roles, self.rows, strict=True)
+            for index in ([rows.flatten()] if whole else rows)
+        ]
+
+
+def buffer_name(name: str, part: str) -> str:
+    """The name of the buffer that holds one part of the correction of a parameter."""
+    return f"attncond_{name}_{part}"
+
+
+def buffer(owner: nn.Module, name: str, part: str) -> Tensor | None:
+    """One part of the correction of ``owner.<name>``: scale, shift, diagonal, correction, ..."""
+    return owner._buffers.get(buffer_name(name, part))
+
+
+def records(owner: nn.Module) -> dict[str, Correction]:
+    """The corrections a module carries, by parameter name."""
+    found: dict[str, Correction] = owner.__dict__.get(_RECORDS, {})
+    return found
+
+
+def loads(owner: nn.Module) -> int:
+    """How often a state dict was loaded into a conditioned module."""
+    count: int = owner.__dict__.get(_LOADS, 0)
+    return count
+
+
+def flat(weight: Tensor, axis: int) -> Tensor:
+    """A parameter as a matrix (out, in): transposed and 1x1-convolution weights too."""
+    rows = weight if axis == 0 else weight.movedim(axis, 0)
+    return rows if rows.ndim == 2 else rows.flatten(1)
+
+
+def unflat(matrix: Tensor, weight: Tensor, axis: int) -> Tensor:
+    """Undo :func:`flat`."""
+    if weight.ndim == 2:
+        return matrix if axis == 0 else matrix.movedim(0, axis)
+    return matrix.view(weight.movedim(axis, 0).shape).movedim(0, axis)
+
+
+def full(weight: Tensor) -> Tensor:
+    """A parameter gathered from its shards, or itself."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight  # type: ignore[no-any-return, no-untyped-call]
+
+
+def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:
+    """The weight that the forward pass uses, as a plain tensor in the parameter's dtype."""
+    raw = owner._parameters[name] if weight is None else weight
+    assert raw is not None
+    axis = records(owner)[name].axis
+    scale = buffer(owner, name, "scale")
+    assert scale is not None
+    matrix = flat(raw, axis)
+    correction = buffer(owner, name, "correction")
+    if correction is None:
+        shift, diagonal = buffer(owner, name, "shift"), buffer(owner, name, "diagonal")
+        assert shift is not None
+        assert diagonal is not None
+        columns = torch.arange(matrix.shape[1], device=matrix.device)
+        ones = columns == diagonal[:, None]
+        correction = torch.where(ones, shift[:, None], torch.zeros((), dtype=shift.dtype))
+    # In the buffers' float32 or float64 up to here: λ and W differ in size, so that in half
+    # precision the sum should be rounded once, not twice.
+    result = matrix * scale[:, None] + correction
+    return unflat(result.to(raw.dtype), raw, axis)
+
+
+class EffectiveWeight(torch.Tensor):
+    """An effective weight outside of compiled code: reads as a tensor, refuses to be written.
+
+    It is computed anew at each access, so that a write (``nn.init``, ``.data``, ``copy_``) would be
+    lost without a word; it raises instead.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if _writes(name) and any(isinstance(a, cls) for a in (*args[:1], kwargs.get("out"))):
+            raise ConditioningError(
+                f"{name} on the effective weight of a conditioned module would be lost. Write to "
+                "the raw parameter instead, module.get_parameter('weight') or any of "
+                "model.named_parameters(), or condition the model after initialising it."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return _guard_alias(func, name, result)
+
+
+_ALIASING = frozenset(
+    "detach view reshape t transpose permute movedim flatten unflatten squeeze unsqueeze select "
+    "narrow chunk split split_with_sizes unbind __getitem__ tensor_split view_as alias".split()
+)
+_ALIASING_GETTERS = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH")
+)
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name in ("__setitem__", "__set__") or (
+            name.startswith("__i")
+            and name not in ("__init__", "__invert__", "__index__", "__iter__")
+        )
+    return name.endswith("_")
+
+
+def _guard_alias(func: Callable[..., Any], name: str, result: Any) -> Any:
+    """Keep guarding what shares memory with the effective weight."""
+    if name not in _ALIASING and func not in _ALIASING_GETTERS:
+        return result
+    if isinstance(result, tuple | list):
+        return type(result)(r.as_subclass(EffectiveWeight) for r in result)
+    return result.as_subclass(EffectiveWeight) if isinstance(result, Tensor) else result
+
+
+class Conditioned(nn.Module):
+    """Mixed in before the owner's class; see :func:`conditioned_class`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The owner's own forward, refused where tensor parallelism sliced its weights."""
+        for name in records(self):
+            if isinstance(self._parameters[name], DTensor):
+                raise ConditioningError(
+                    f"'{name}' of a conditioned {class_name(self)} is a DTensor during forward: "
+                    "tensor parallelism is not supported. Fold the model before parallelising it."
+                )
+        return super().forward(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = _own_buffers(self)
+        result = super()._apply(fn, recurse)
+        for key, old in before.items():
+            new = self._buffers[key]
+            # model.half() or .to(bfloat16) must not round λ, s and C: W + C is κ-sensitive.
+            if new is not None and old.is_floating_point() and new.dtype.itemsize < 4:
+                kept = torch.empty_like(new, dtype=old.dtype) if old.is_meta else old
+                self._buffers[key] = kept.to(device=new.device)
+        return result
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.__dict__[_LOADS] = loads(self) + 1
+        if all(f"{prefix}{key}" in state_dict for key in _own_buffers(self)):
+            self.__dict__[_PENDING] = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        cls: Any = type(self)
+        return _rebuild, (cls._attncond_base, cls._attncond_names), self.__getstate__()
+
+
+def _own_buffers(owner: nn.Module) -> dict[str, Tensor]:
+    keys = tuple(buffer_name(name, "") for name in records(owner))
+    return {k: b for k, b in owner._buffers.items() if b is not None and k.startswith(keys)}
+
+
+def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    cls = conditioned_class(base, names)
+    return cls.__new__(cls)
+
+
+def _property(name: str) -> property:
+    def weight(self: nn.Module) -> Tensor:
+        raw = self._parameters[name]
+        assert raw is not None
+        if isinstance(raw, DTensor):  # FSDP2 asks for what it shards; forward sees it gathered
+            return raw
+        if self.__dict__[_PENDING] and not raw.is_meta:
+            raise ConditioningError(
+                "this model was conditioned on the meta device and its weights came later: load a "
+                "conditioned checkpoint, or call handle.calibrate() once the weights are there"
+            )
+        result = effective(self, name)
+        if torch.compiler.is_compiling():
+            return result
+        return result.as_subclass(EffectiveWeight)
+
+    return property(
+        weight, doc=f"Effective '{name}': s·W + C. The raw one: get_parameter('{name}')."
+    )
+
+
+@functools.cache
+def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of ``base`` in which ``names`` read as effective weights."""
+    return type(
+        f"Conditioned{base.__name__}",
+        (Conditioned, base),
+        {
+            "__doc__": base.__doc__,
+            "__module__": __name__,
+            "_attncond_base": base,
+            "_attncond_names": names,
+            **{name: _property(name) for name in names},
+        },
+    )
+
+
+def install(
+    owner: nn.Module, name: str, correction: Correction, buffers: dict[str, Tensor]
+) -> None:
+    """Make ``owner.<name>`` read as its effective weight."""
+    base = getattr(type(owner), "_attncond_base", type(owner))
+    found = {**records(owner), name: correction}
+    cls = conditioned_class(base, tuple(sorted(found)))
+    owner.__dict__[_RECORDS] = found
+    owner.__dict__[_PENDING] = any(b.is_meta for b in buffers.values())
+    for part, value in buffers.items():
+        owner.register_buffer(buffer_name(name, part), value)
+    owner.__class__ = cls
+
+
+def uninstall(owner: nn.Module) -> None:
+    """Make the owner the module it was; the raw parameters stay."""
+    for key in _own_buffers(owner):
+        del owner._buffers[key]
+        owner._non_persistent_buffers_set.discard(key)
+    owner.__dict__.pop(_RECORDS, None)
+    owner.__dict__.pop(_PENDING, None)
+    owner.__dict__.pop(_LOADS, None)
+    owner.__class__ = getattr(type(owner), "_attncond_base", type(owner))
