@@ -2,7 +2,7 @@
 
 from attncond._version import __version__
 from attncond.adapters import register
-from attncond.conditioning import Certificate, Handle, condition, handle
+from attncond.conditioning import Handle, condition, handle
 from attncond.errors import (
     AlreadyConditionedError,
     ConditioningError,
@@ -12,6 +12,7 @@ from attncond.errors import (
 from attncond.inspection import Plan, Unsupported, inspect
 from attncond.methods import Spectral
 from attncond.sites import Projection, Site, fused, join, project, separate
+from attncond.weights import Certificate
 
 __all__ = [
     "AlreadyConditionedError",

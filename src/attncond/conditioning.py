@@ -2,81 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from attncond._version import __version__
-from attncond.effective import (
-    Correction,
-    buffer,
-    effective,
-    flat,
-    full,
-    install,
-    loads,
-    records,
-    uninstall,
-)
+from attncond.effective import Correction, effective, flat, full, install, loads, records, uninstall
 from attncond.errors import (
     AlreadyConditionedError,
     ConditioningError,
     UnsupportedAttentionError,
 )
 from attncond.inspection import Plan, inspect, unsupported_table
-from attncond.linalg import condition_number, spectral_norm
-from attncond.methods.spectral import PolarState, Spectral, follow, shift_certificate
-from attncond.sites import Projection, Role
+from attncond.methods.spectral import Spectral
+from attncond.sites import Projection
+from attncond.weights import (
+    Certificate,
+    Weight,
+    certify,
+    like_parameter,
+    refresh,
+    solve,
+    take,
+)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Stacked matrices are solved together, up to this many numbers at a time.
-_CHUNK = 2**26
-# Singular vectors that a polar correction follows for its norm.
-_TRACKED = 8
-
-
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """One conditioned parameter."""
-
-    path: str
-    owner: nn.Module
-    name: str
-    correction: Correction
-
-    @property
-    def raw(self) -> Tensor:
-        """The stored parameter."""
-        parameter = self.owner._parameters[self.name]
-        assert parameter is not None
-        return parameter
-
-    def buffer(self, part: str) -> Tensor:
-        """One part of the correction."""
-        found = buffer(self.owner, self.name, part)
-        assert found is not None
-        return found
-
-    def __str__(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """What is known of one conditioned matrix as it stands now."""
-
-    parameter: str
-    role: Role
-    head: int | None  # None: the whole projection
-    norm: float  # σ_max of the raw matrix
-    bound: float  # κ of the effective matrix is at most this; inf where nothing is guaranteed
-    kappa: float | None  # κ itself, in float64, where it was asked for
 
 
 def condition(
@@ -114,7 +69,7 @@ def condition(
             "it off, fold() makes it part of the weights."
         )
     weights = _plan_weights(model, plan, method, skip_unsupported)
-    solved = _solve(weights)
+    solved = solve(weights)
     try:
         for weight, buffers in zip(weights, solved, strict=True):
             install(weight.owner, weight.name, weight.correction, buffers)
@@ -185,7 +140,9 @@ class Handle:
                 "this optimizer trains none of the conditioned weights; was it built for another "
                 "copy of the model?"
             )
-        self._hooks[id(inner)] = inner.register_step_post_hook(self._after_step)
+        self._hooks[id(inner)] = inner.register_step_post_hook(
+            torch.compiler.disable(self._after_step)
+        )
         return self
 
     @torch.no_grad()
@@ -195,7 +152,7 @@ class Handle:
         For models conditioned on the meta device, and after loading a stock checkpoint.
         """
         self._check_alive()
-        for weight, buffers in zip(self._weights, _solve(self._weights), strict=True):
+        for weight, buffers in zip(self._weights, solve(self._weights), strict=True):
             install(weight.owner, weight.name, weight.correction, buffers)
 
     @torch.no_grad()
@@ -204,14 +161,7 @@ class Handle:
         self._check_alive()
         if self.method.correction != "polar":
             return
-        for batch in _batches(self._weights):
-            matrix = torch.stack([item.matrix for item in batch])
-            old = [_polar_slices(item) for item in batch]
-            norm = torch.stack([n for _, n, _ in old])
-            factor = torch.stack([c for c, _, _ in old]) / norm[:, None, None]
-            block = torch.stack([b for _, _, b in old])
-            new = follow(matrix, PolarState(factor, norm, block))
-            _store(batch, new)
+        refresh(self._weights)
 
     def certificates(self, *, exact: bool = True) -> list[Certificate]:
         """A row for each conditioned matrix: the bound on its κ, and its κ unless ``exact=False``.
@@ -222,7 +172,7 @@ class Handle:
         rows: list[Certificate] = []
         with torch.no_grad():
             for weight in self._weights:
-                rows += _certify(weight, exact)
+                rows += certify(weight, exact)
         return rows
 
     @torch.no_grad()
@@ -247,7 +197,7 @@ class Handle:
         buffers = [{**w.owner._buffers} for w in self._weights]
         try:
             for weight, value in folded.values():
-                weight.raw.copy_(_like(value, weight.raw))
+                weight.raw.copy_(like_parameter(value, weight.raw))
             self._end("folded")
         except BaseException:
             for raw, value in before:
@@ -281,7 +231,6 @@ class Handle:
             self._ended = "overtaken (another handle of the same model removed or folded it)"
             self._check_alive()
 
-    @torch.compiler.disable
     def _after_step(self, *_: Any) -> None:
         first = self._weights[0]
         if self._age is None or self._seen_loads != loads(first.owner):
@@ -384,10 +333,10 @@ def _check_weight(model: nn.Module, weight: Weight) -> None:
     if not torch.isfinite(matrix).all():
         raise ConditioningError(f"{weight} holds NaN or Inf; nothing was changed")
     for role, index in weight.correction.matrices():
-        if not _take(matrix, index).any():
+        if not take(matrix, index).any():
             raise ConditioningError(
-                f"W_{role.upper()} in {weight} is all zeros: it has no condition number to improve. "
-                "Initialise or load the weights first."
+                f"W_{role.upper()} in {weight} is all zeros: it has no condition number to "
+                "improve. Initialise or load the weights first."
             )
 
 
@@ -398,154 +347,3 @@ def _is_sharded_by_fsdp(model: nn.Module, owner: nn.Module) -> bool:
         isinstance(m, FSDPModule) and any(child is owner for child in m.modules())
         for m in model.modules()
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Item:
-    """One matrix to solve: where it comes from, and its (m, n) values."""
-
-    weight: Weight
-    which: int
-    index: Tensor
-    matrix: Tensor
-
-
-def _take(matrix: Tensor, index: Tensor) -> Tensor:
-    """Rows of a matrix; a view where they are consecutive."""
-    start, count = int(index[0]), index.numel()
-    if int(index[-1]) - start == count - 1 and bool((index.diff() == 1).all()):
-        return matrix[start : start + count]
-    return matrix[index.to(matrix.device)]
-
-
-def _put(matrix: Tensor, index: Tensor, values: Tensor) -> None:
-    matrix[index.to(matrix.device)] = values.to(matrix.dtype)
-
-
-def _batches(weights: Iterable[Weight]) -> Iterator[list[_Item]]:
-    """All matrices, those of one shape, dtype and device together, in pieces of bounded size."""
-    groups: dict[Any, list[_Item]] = defaultdict(list)
-    for weight in weights:
-        matrix = flat(full(weight.raw.detach()), weight.correction.axis)
-        for which, (_, index) in enumerate(weight.correction.matrices()):
-            part = _take(matrix, index)
-            key = (part.shape, part.dtype, part.device)
-            groups[key].append(_Item(weight, which, index, part))
-    for items in groups.values():
-        size = max(1, _CHUNK // items[0].matrix.numel())
-        for i in range(0, len(items), size):
-            yield items[i : i + size]
-
-
-@torch.no_grad()
-def _solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
-    """The buffers of every weight, computed before the model is touched."""
-    blank = {id(w): _blank(w) for w in weights}
-    for batch in _batches(w for w in weights if not w.raw.is_meta):
-        method = batch[0].weight.correction.method
-        matrix = torch.stack([item.matrix for item in batch])
-        if method.correction == "identity":
-            scale, lam = method.identity_terms(matrix)
-            for item, s, shift in zip(batch, scale, scale * lam, strict=True):
-                buffers = blank[id(item.weight)]
-                _put(buffers["scale"], item.index, s)
-                _put(buffers["shift"], item.index, shift)
-        else:
-            widths = {blank[id(item.weight)]["block"].shape[-1] for item in batch}
-            scale, state = method.polar_terms(matrix, max(widths))
-            for item, s in zip(batch, scale, strict=True):
-                _put(blank[id(item.weight)]["scale"], item.index, s)
-            _store(batch, state, blank)
-    return list(blank.values())
-
-
-def _blank(weight: Weight) -> dict[str, Tensor]:
-    """Buffers that condition nothing, of the right shapes and on the right device."""
-    raw, correction = weight.raw, weight.correction
-    rows, columns = raw.shape[correction.axis], raw.numel() // raw.shape[correction.axis]
-    like = {"device": raw.device, "dtype": torch.promote_types(raw.dtype, torch.float32)}
-    buffers = {"scale": torch.ones(rows, **like)}
-    matrices = correction.matrices()
-    if correction.method.correction == "polar":
-        buffers["correction"] = torch.zeros(rows, columns, **like)
-        buffers["norm"] = torch.zeros(len(matrices), **like)
-        width = min(_TRACKED, columns, *(index.numel() for _, index in matrices))
-        buffers["block"] = torch.zeros(len(matrices), columns, width, **like)
-        buffers["age"] = torch.zeros((), dtype=torch.int64, device=raw.device)
-        return buffers
-    buffers["shift"] = torch.zeros(rows, **like)
-    diagonal = torch.full((rows,), -1)
-    for _, index in matrices:
-        ones = min(index.numel(), columns)
-        diagonal[index[:ones]] = torch.arange(ones)
-    buffers["diagonal"] = diagonal.to(raw.device)
-    return buffers
-
-
-def _polar_slices(item: _Item) -> tuple[Tensor, Tensor, Tensor]:
-    weight = item.weight
-    return (
-        _take(weight.buffer("correction"), item.index),
-        weight.buffer("norm")[item.which],
-        weight.buffer("block")[item.which],
-    )
-
-
-def _store(
-    batch: list[_Item], state: PolarState, blank: dict[int, dict[str, Tensor]] | None = None
-) -> None:
-    """Write the polar state of a batch into buffers, new ones or the owners' own."""
-    correction = state.factor * state.norm[:, None, None]
-    for i, item in enumerate(batch):
-        weight = item.weight
-        parts = ("correction", "norm", "block")
-        buffers = blank[id(weight)] if blank else {p: weight.buffer(p) for p in parts}
-        target = _take(buffers["correction"], item.index)
-        if target.data_ptr() == buffers["correction"][int(item.index[0])].data_ptr():
-            target.copy_(correction[i])
-        else:
-            _put(buffers["correction"], item.index, correction[i])
-        buffers["norm"][item.which] = state.norm[i]
-        buffers["block"][item.which] = state.block[i]
-
-
-def _like(value: Tensor, raw: Tensor) -> Tensor:
-    """A full tensor, sharded as the parameter it is written to."""
-    if isinstance(raw, DTensor):
-        return distribute_tensor(value, raw.device_mesh, raw.placements)
-    return value
-
-
-def _certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
-    raw, correction = full(weight.raw.detach()), weight.correction
-    result = flat(effective(weight.owner, weight.name, raw), correction.axis).double()
-    matrix = flat(raw, correction.axis).double()
-    for which, (role, index) in enumerate(correction.matrices()):
-        part = _take(matrix, index)
-        norm = float(spectral_norm(part))
-        if correction.method.correction == "identity":
-            scale = float(weight.buffer("scale")[index[0]])
-            bound = shift_certificate(float(weight.buffer("shift")[index[0]]) / scale, norm)
-        else:
-            correct = _take(weight.buffer("correction"), index).double()
-            bound = _polar_certificate(part, correct, norm)
-        kappa = float(condition_number(_take(result, index))) if exact else None
-        head = None if correction.method.scope == "projection" else which % _heads(correction, role)
-        yield Certificate(str(weight), role, head, norm, bound, kappa)
-
-
-def _heads(correction: Correction, role: Role) -> int:
-    return correction.rows[correction.roles.index(role)].shape[0]
-
-
-def _polar_certificate(matrix: Tensor, correction: Tensor, norm: float) -> float:
-    """A bound on κ(W + C) for any C, however old: σ_min(M) ≥ λ_min(sym(QᵀM)) for orthonormal Q.
-
-    With C = σU it is at most (2σ + e)/(σ − e) after the weights moved by e = ‖W − W_ref‖₂.
-    """
-    if matrix.shape[0] < matrix.shape[1]:
-        matrix, correction = matrix.mT, correction.mT
-    size = float(spectral_norm(correction))
-    inner = correction.mT @ (matrix + correction) / size
-    least = float(torch.linalg.eigvalsh((inner + inner.mT) / 2)[0])
-    return (norm + size) / least if least > 0 else math.inf

@@ -9,7 +9,6 @@ s·W + t·E, with E the ones of λI, or s·W + C.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +82,7 @@ def unflat(matrix: Tensor, weight: Tensor, axis: int) -> Tensor:
 
 def full(weight: Tensor) -> Tensor:
     """A parameter gathered from its shards, or itself."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight  # type: ignore[no-any-return, no-untyped-call]
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:
@@ -137,8 +136,12 @@ class EffectiveWeight(torch.Tensor):
 
 
 _ALIASING = frozenset(
-    "detach view reshape t transpose permute movedim flatten unflatten squeeze unsqueeze select "
-    "narrow chunk split split_with_sizes unbind __getitem__ tensor_split view_as alias".split()
+    name
+    for line in (
+        "detach view reshape t transpose permute movedim flatten unflatten squeeze unsqueeze",
+        "select narrow chunk split split_with_sizes unbind __getitem__ tensor_split view_as alias",
+    )
+    for name in line.split()
 )
 _ALIASING_GETTERS = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH")
@@ -229,20 +232,22 @@ def _property(name: str) -> property:
     )
 
 
-@functools.cache
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
 def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of ``base`` in which ``names`` read as effective weights."""
-    return type(
-        f"Conditioned{base.__name__}",
-        (Conditioned, base),
-        {
+    """The subclass of ``base`` in which ``names`` read as effective weights; one per base."""
+    key = (base, names)
+    if key not in _CLASSES:
+        members = {
             "__doc__": base.__doc__,
             "__module__": __name__,
             "_attncond_base": base,
             "_attncond_names": names,
             **{name: _property(name) for name in names},
-        },
-    )
+        }
+        _CLASSES[key] = type(f"Conditioned{base.__name__}", (Conditioned, base), members)
+    return _CLASSES[key]
 
 
 def install(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,7 +93,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def table(head: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], body: Sequence[tuple[str, ...]]) -> str:
     """Rows of text in aligned columns."""
     widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
     rows = [head, tuple("-" * w for w in widths), *body]

@@ -54,7 +54,7 @@ class Projection:
         return self.raw.numel() // self.raw.shape[self.axis]
 
     def matrix(self, weight: Tensor | None = None) -> Tensor:
-        """The canonical (heads, head_dim, in_features) matrix of ``weight`` (default: the raw one)."""
+        """The canonical (heads, head_dim, in_features) matrix of ``weight``, or of the raw one."""
         weight = self.raw if weight is None else weight
         flat = weight.movedim(self.axis, 0).flatten(1)
         return flat[self.rows.to(flat.device)]

@@ -1,0 +1,226 @@
+"""The numbers of a correction: solved from the weights, refreshed, and certified."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from attncond.effective import Correction, buffer, effective, flat, full
+from attncond.linalg import condition_number, spectral_norm
+from attncond.methods.spectral import PolarState, follow, shift_certificate
+from attncond.sites import Role
+
+# Stacked matrices are solved together, up to this many numbers at a time.
+_CHUNK = 2**26
+# Singular vectors that a polar correction follows for its norm.
+_TRACKED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One conditioned parameter."""
+
+    path: str
+    owner: nn.Module
+    name: str
+    correction: Correction
+
+    @property
+    def raw(self) -> Tensor:
+        """The stored parameter."""
+        parameter = self.owner._parameters[self.name]
+        assert parameter is not None
+        return parameter
+
+    def buffer(self, part: str) -> Tensor:
+        """One part of the correction."""
+        found = buffer(self.owner, self.name, part)
+        assert found is not None
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of one conditioned matrix as it stands now."""
+
+    parameter: str
+    role: Role
+    head: int | None  # None: the whole projection
+    norm: float  # σ_max of the raw matrix
+    bound: float  # κ of the effective matrix is at most this; inf where nothing is guaranteed
+    kappa: float | None  # κ itself, in float64, where it was asked for
+
+
+@dataclass(frozen=True, eq=False)
+class _Item:
+    """One matrix to solve: where it comes from, and its (m, n) values."""
+
+    weight: Weight
+    which: int
+    index: Tensor
+    matrix: Tensor
+
+
+def _is_range(index: Tensor) -> bool:
+    start, count = int(index[0]), index.numel()
+    return int(index[-1]) - start == count - 1 and bool((index.diff() == 1).all())
+
+
+def take(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows of a matrix; a view where they are consecutive."""
+    if _is_range(index):
+        return matrix[int(index[0]) : int(index[-1]) + 1]
+    return matrix[index.to(matrix.device)]
+
+
+def _put(matrix: Tensor, index: Tensor, values: Tensor) -> None:
+    """Write rows of a matrix."""
+    if _is_range(index):
+        take(matrix, index).copy_(values)
+    else:
+        matrix[index.to(matrix.device)] = values.to(matrix.dtype)
+
+
+def _batches(weights: Iterable[Weight]) -> Iterator[list[_Item]]:
+    """All matrices, those of one shape, dtype and device together, in pieces of bounded size."""
+    groups: dict[Any, list[_Item]] = defaultdict(list)
+    for weight in weights:
+        matrix = flat(full(weight.raw.detach()), weight.correction.axis)
+        for which, (_, index) in enumerate(weight.correction.matrices()):
+            part = take(matrix, index)
+            key = (part.shape, part.dtype, part.device)
+            groups[key].append(_Item(weight, which, index, part))
+    for items in groups.values():
+        size = max(1, _CHUNK // items[0].matrix.numel())
+        for i in range(0, len(items), size):
+            yield items[i : i + size]
+
+
+@torch.no_grad()
+def solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
+    """The buffers of every weight, computed before the model is touched."""
+    blank = {id(w): _blank(w) for w in weights}
+    for batch in _batches(w for w in weights if not w.raw.is_meta):
+        method = batch[0].weight.correction.method
+        matrix = torch.stack([item.matrix for item in batch])
+        if method.correction == "identity":
+            scale, lam = method.identity_terms(matrix)
+            for item, s, shift in zip(batch, scale, scale * lam, strict=True):
+                buffers = blank[id(item.weight)]
+                _put(buffers["scale"], item.index, s)
+                _put(buffers["shift"], item.index, shift)
+        else:
+            widths = {blank[id(item.weight)]["block"].shape[-1] for item in batch}
+            scale, state = method.polar_terms(matrix, max(widths))
+            for item, s in zip(batch, scale, strict=True):
+                _put(blank[id(item.weight)]["scale"], item.index, s)
+            _store(batch, state, blank)
+    return list(blank.values())
+
+
+def _blank(weight: Weight) -> dict[str, Tensor]:
+    """Buffers that condition nothing, of the right shapes and on the right device."""
+    raw, correction = weight.raw, weight.correction
+    rows, columns = raw.shape[correction.axis], raw.numel() // raw.shape[correction.axis]
+    dtype = torch.promote_types(raw.dtype, torch.float32)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=raw.device)
+
+    buffers = {"scale": zeros(rows) + 1}
+    matrices = correction.matrices()
+    if correction.method.correction == "polar":
+        buffers["correction"] = zeros(rows, columns)
+        buffers["norm"] = zeros(len(matrices))
+        width = min(_TRACKED, columns, *(index.numel() for _, index in matrices))
+        buffers["block"] = zeros(len(matrices), columns, width)
+        buffers["age"] = torch.zeros((), dtype=torch.int64, device=raw.device)
+        return buffers
+    buffers["shift"] = zeros(rows)
+    diagonal = torch.full((rows,), -1)
+    for _, index in matrices:
+        ones = min(index.numel(), columns)
+        diagonal[index[:ones]] = torch.arange(ones)
+    buffers["diagonal"] = diagonal.to(raw.device)
+    return buffers
+
+
+@torch.no_grad()
+def refresh(weights: list[Weight]) -> None:
+    """Bring every polar factor up to date with its weight, all of one shape together."""
+    for batch in _batches(weights):
+        matrix = torch.stack([item.matrix for item in batch])
+        norm = torch.stack([item.weight.buffer("norm")[item.which] for item in batch])
+        block = torch.stack([item.weight.buffer("block")[item.which] for item in batch])
+        correction = torch.stack(
+            [take(item.weight.buffer("correction"), item.index) for item in batch]
+        )
+        state = PolarState(correction / norm[:, None, None], norm, block)
+        _store(batch, follow(matrix, state))
+
+
+def _store(
+    batch: list[_Item], state: PolarState, blank: dict[int, dict[str, Tensor]] | None = None
+) -> None:
+    """Write the polar state of a batch into buffers, new ones or the owners' own."""
+    correction = state.factor * state.norm[:, None, None]
+    for i, item in enumerate(batch):
+        weight = item.weight
+        parts = ("correction", "norm", "block")
+        buffers = blank[id(weight)] if blank else {p: weight.buffer(p) for p in parts}
+        _put(buffers["correction"], item.index, correction[i])
+        buffers["norm"][item.which] = state.norm[i]
+        buffers["block"][item.which] = state.block[i]
+
+
+def like_parameter(value: Tensor, raw: Tensor) -> Tensor:
+    """A full tensor, sharded as the parameter it is written to."""
+    if isinstance(raw, DTensor):
+        return distribute_tensor(value, raw.device_mesh, raw.placements)
+    return value
+
+
+def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
+    """What holds now for each matrix of one weight, in float64."""
+    raw, correction = full(weight.raw.detach()), weight.correction
+    result = flat(effective(weight.owner, weight.name, raw), correction.axis).double()
+    matrix = flat(raw, correction.axis).double()
+    for which, (role, index) in enumerate(correction.matrices()):
+        part = take(matrix, index)
+        norm = float(spectral_norm(part))
+        if correction.method.correction == "identity":
+            scale = float(weight.buffer("scale")[index[0]])
+            bound = shift_certificate(float(weight.buffer("shift")[index[0]]) / scale, norm)
+        else:
+            correct = take(weight.buffer("correction"), index).double()
+            bound = _polar_certificate(part, correct, norm)
+        kappa = float(condition_number(take(result, index))) if exact else None
+        head = None if correction.method.scope == "projection" else which % _heads(correction, role)
+        yield Certificate(str(weight), role, head, norm, bound, kappa)
+
+
+def _heads(correction: Correction, role: Role) -> int:
+    return correction.rows[correction.roles.index(role)].shape[0]
+
+
+def _polar_certificate(matrix: Tensor, correction: Tensor, norm: float) -> float:
+    """A bound on κ(W + C) for any C, however old: σ_min(M) ≥ λ_min(sym(QᵀM)) for orthonormal Q.
+
+    With C = σU it is at most (2σ + e)/(σ − e) after the weights moved by e = ‖W − W_ref‖₂.
+    """
+    if matrix.shape[0] < matrix.shape[1]:
+        matrix, correction = matrix.mT, correction.mT
+    size = float(spectral_norm(correction))
+    inner = correction.mT @ (matrix + correction) / size
+    least = float(torch.linalg.eigvalsh((inner + inner.mT) / 2)[0])
+    return (norm + size) / least if least > 0 else math.inf
