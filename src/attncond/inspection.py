@@ -11,11 +11,11 @@ from torch import nn
 
 from attncond.adapters import find_adapter, structural
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import Site, class_name
+from attncond.sites import Kind, Site, class_name
 
 # Children or parameters that only attention has. `in_proj` is left out: state-space blocks have it.
 _FUSED = re.compile(
-    r"^(to_|w_?|W_?|fused_|in_proj_)?(qkvs?|kvs?|qk|query_key_value|q_kv|kv_b?)(_proj|_weight|_conv)?$"
+    r"^(to_|w_?|W_?|fused_|in_proj_)?(qkvs?|qkvz|kvs?|qk|query_key_value|q_kv|kv_b?)(_proj|_weight|_conv)?$"
     r"|^(c_attn|W_pack|qkv_proj|in_proj_weight|att_proj)$"
 )
 _QUERY = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(q|query|queries|Q)(_proj|_lin|_linear)?$")
@@ -141,13 +141,18 @@ def inspect(model: nn.Module) -> Plan:
             unsupported.append(_unsupported(path, module, str(error)))
             covered.append(path)
             continue
+        if found is None:
+            continue
+        kind_of = _kind_by_parent(model, path)
         for site in found:
             projections = tuple(
                 replace(p, path=paths.get(id(p.owner), "")) for p in site.projections
             )
-            sites.append(replace(site, module=module, path=path, projections=projections))
-        if found:
-            covered.append(path)
+            kind = kind_of if kind_of and site.kind == "self" else site.kind
+            sites.append(
+                replace(site, module=module, path=path, projections=projections, kind=kind)
+            )
+        covered.append(path)
 
     for path, module in model.named_modules():
         if _related(path, covered):
@@ -158,12 +163,21 @@ def inspect(model: nn.Module) -> Plan:
     return Plan(tuple(sites), tuple(unsupported))
 
 
-def _sites_of(module: nn.Module) -> tuple[Site, ...]:
+def _sites_of(module: nn.Module) -> tuple[Site, ...] | None:
+    """The sites of a module; None if it is unknown, () if an adapter says there is no attention."""
     adapter = find_adapter(module)
     found = adapter(module) if adapter else structural.match(module)
     if found is None:
-        return ()
+        return None
     return (found,) if isinstance(found, Site) else tuple(found)
+
+
+def _kind_by_parent(model: nn.Module, path: str) -> Kind | None:
+    """T5 and its children use one class for self and cross attention; its layer's class tells."""
+    if not path:
+        return None
+    parent = class_name(model.get_submodule(path.rpartition(".")[0])).rpartition(".")[2]
+    return "cross" if "CrossAttention" in parent else None
 
 
 def _related(path: str, covered: list[str]) -> bool:

@@ -6,12 +6,13 @@ shape tells their order, and a guess would condition the wrong rows in silence.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
 
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import Site, raw_parameter, separate
+from attncond.sites import Kind, Site, raw_parameter, separate
 
 TRIPLES = (
     ("q_proj", "k_proj", "v_proj"),
@@ -29,13 +30,42 @@ TRIPLES = (
     ("q_linear", "k_linear", "v_linear"),
     ("fc_q", "fc_k", "fc_v"),
     ("proj_q", "proj_k", "proj_v"),
+    ("project_q", "project_k", "project_v"),
+    ("q_head", "k_head", "v_head"),
 )
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head")
-_HEAD_DIM = ("head_dim", "attention_head_size", "dim_head", "head_size", "d_head", "d_k", "d_kv")
+_HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "num_head",
+    "encoder_attention_heads",
+)
+_HEAD_DIM = (
+    "head_dim",
+    "attention_head_size",
+    "dim_head",
+    "head_size",
+    "d_head",
+    "d_k",
+    "d_kv",
+    "key_value_proj_dim",
+)
+
+LATENT = "multi-head latent attention: Q, K and V are products of low-rank factors, not one weight"
+RECURRENT = (
+    "a gated recurrence (delta rule) after a convolution: it has no attention matrix, "
+    "so that nothing bounds it by its Q, K and V"
+)
+_LATENT = re.compile(r"^(q|kv|k|v)_(a|b|down|up)_proj(_with_mqa)?$")
+_CROSS = re.compile(r"Cross|EncDec")
+_WINDOW = re.compile(r"Swin|Window|Local|Neighborhood")
 
 
-def _attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    for source in (module, getattr(module, "config", None)):
+def _attribute(sources: tuple[Any, ...], names: tuple[str, ...]) -> int | None:
+    for source in sources:
         for name in names:
             value: Any = getattr(source, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -43,35 +73,78 @@ def _attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return None
 
 
+def heads_of(module: nn.Module) -> int | None:
+    """How many heads a module, or else its config, says it has."""
+    return _attribute((module, getattr(module, "config", None)), _HEADS)
+
+
 def match(module: nn.Module) -> Site | None:
     """The site of a module with a weight for each of Q, K and V, or None."""
+    if any(_LATENT.match(name) for name in module._modules):
+        raise UnsupportedAttentionError(LATENT)
     for names in TRIPLES:
         children = [module._modules.get(n) for n in names]
         q, k, v = children
         if q is None or k is None or v is None:
             continue
+        if {"conv1d", "q_conv1d"} & module._modules.keys():
+            raise UnsupportedAttentionError(RECURRENT)
         sizes = [_rows(child) for child in (q, k, v)]
-        head_dim = _attribute(module, _HEAD_DIM)
-        heads = _attribute(module, _HEADS)
-        if heads is None and head_dim is None:
-            raise UnsupportedAttentionError(
-                f"has {', '.join(names)}, but no attribute tells the number of heads "
-                f"(looked for {', '.join(_HEADS + _HEAD_DIM)})"
-            )
-        # A module's own head count may be per rank or per group: trust it only if the rows agree.
-        if heads is None or sizes[0] % heads:
-            heads = sizes[0] // head_dim if head_dim and sizes[0] % head_dim == 0 else None
-        if heads is None:
-            raise UnsupportedAttentionError(
-                f"{names[0]} has {sizes[0]} rows, heads do not divide it"
-            )
+        heads = _count(module, names[0], sizes[0])
         width = sizes[0] // heads
         if sizes[1] % width:
             raise UnsupportedAttentionError(
                 f"{names[1]} has {sizes[1]} rows, which is no multiple of the head size {width}"
             )
-        return separate(q, k, v, heads=heads, kv_heads=sizes[1] // width)
+        site = separate(q, k, v, heads=heads, kv_heads=sizes[1] // width)
+        return separate(q, k, v, heads=heads, kv_heads=sizes[1] // width, kind=_kind(module, site))
     return None
+
+
+def _count(module: nn.Module, name: str, size: int) -> int:
+    """The number of query heads, on which the module's attributes and its rows have to agree."""
+    config = getattr(module, "config", None)
+    heads, head_dim = _attribute((module,), _HEADS), _attribute((module,), _HEAD_DIM)
+    if heads and head_dim and heads * head_dim != size:
+        # As many channels again for a gate, say: which rows are the query's is not to be guessed.
+        raise UnsupportedAttentionError(
+            f"{name} has {size} rows, not {heads} heads of {head_dim}; an adapter has to tell "
+            "which of them are the query's"
+        )
+    if heads is None and head_dim is None:
+        heads, head_dim = _attribute((config,), _HEADS), _attribute((config,), _HEAD_DIM)
+    elif heads is None and head_dim:
+        told = _attribute((config,), _HEADS)
+        if told and size == 2 * told * head_dim:
+            raise UnsupportedAttentionError(
+                f"{name} has {size} rows, twice {told} heads of {head_dim}; an adapter has to tell "
+                "which of them are the query's"
+            )
+    if heads is None and head_dim is None:
+        raise UnsupportedAttentionError(
+            f"has {name}, but no attribute tells the number of heads "
+            f"(looked for {', '.join(_HEADS + _HEAD_DIM)})"
+        )
+    if heads is None or size % heads:
+        heads = size // head_dim if head_dim and size % head_dim == 0 else None
+    if heads is None:
+        raise UnsupportedAttentionError(f"{name} has {size} rows, heads do not divide it")
+    return heads
+
+
+def _kind(module: nn.Module, site: Site) -> Kind:
+    name = getattr(type(module), "_attncond_base", type(module)).__name__
+    q, k = site.projection("q"), site.projection("k")
+    # BART's children build self and cross attention from one class; only the first is causal.
+    decoder = getattr(module, "is_decoder", False) is True
+    if (
+        _CROSS.search(name)
+        or getattr(module, "is_cross_attention", False) is True
+        or (decoder and getattr(module, "is_causal", True) is False)
+        or (q is not None and k is not None and q.in_features != k.in_features)
+    ):
+        return "cross"
+    return "window" if _WINDOW.search(name) else "self"
 
 
 def _rows(child: nn.Module) -> int:
