@@ -1,1 +1,11 @@
-"""Shared by all tests; its presence puts this folder on the path, where oracle.py lies."""
+"""Shared by all tests; its presence puts this folder on the path, where cases.py and oracle.py lie."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

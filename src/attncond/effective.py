@@ -4,7 +4,7 @@ The owner's class is exchanged for a subclass in which the parameter's name is a
 Parameter stays registered under its own name, so optimizers, state dicts and ``named_parameters``
 see the raw weight, while every reader of ``module.weight`` (its own forward, or another module's
 that reads it directly, as BEiT's, EVA's, Swin V2's and MultiheadAttention's do) gets
-s·W + t·E, with E the ones of λI, or s·W + C.
+s·(W + C), where C is λI or the polar correction.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tens
         correction = torch.where(ones, shift[:, None], torch.zeros((), dtype=shift.dtype))
     # In the buffers' float32 or float64 up to here: λ and W differ in size, so that in half
     # precision the sum should be rounded once, not twice.
-    result = matrix * scale[:, None] + correction
+    result = (matrix + correction) * scale[:, None]
     return unflat(result.to(raw.dtype), raw, axis)
 
 
@@ -127,8 +127,8 @@ class EffectiveWeight(torch.Tensor):
         if _writes(name) and any(isinstance(a, cls) for a in (*args[:1], kwargs.get("out"))):
             raise ConditioningError(
                 f"{name} on the effective weight of a conditioned module would be lost. Write to "
-                "the raw parameter instead, module.get_parameter('weight') or any of "
-                "model.named_parameters(), or condition the model after initialising it."
+                "the raw parameter instead (module.get_parameter('weight'), or any of "
+                "model.named_parameters()), or condition the model after initialising it."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -179,6 +179,10 @@ class Conditioned(nn.Module):
                 )
         return super().forward(*args, **kwargs)
 
+    def get_parameter(self, target: str) -> Any:
+        """The raw parameter, also where the attribute reads as the effective weight."""
+        return self._parameters[target] if target in records(self) else super().get_parameter(target)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = _own_buffers(self)
         result = super()._apply(fn, recurse)
@@ -228,7 +232,7 @@ def _property(name: str) -> property:
         return result.as_subclass(EffectiveWeight)
 
     return property(
-        weight, doc=f"Effective '{name}': s·W + C. The raw one: get_parameter('{name}')."
+        weight, doc=f"Effective '{name}', s·(W + C). The raw one: get_parameter('{name}')."
     )
 
 

@@ -115,7 +115,7 @@ def solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
         matrix = torch.stack([item.matrix for item in batch])
         if method.correction == "identity":
             scale, lam = method.identity_terms(matrix)
-            for item, s, shift in zip(batch, scale, scale * lam, strict=True):
+            for item, s, shift in zip(batch, scale, lam, strict=True):
                 buffers = blank[id(item.weight)]
                 _put(buffers["scale"], item.index, s)
                 _put(buffers["shift"], item.index, shift)
@@ -199,8 +199,7 @@ def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
         part = take(matrix, index)
         norm = float(spectral_norm(part))
         if correction.method.correction == "identity":
-            scale = float(weight.buffer("scale")[index[0]])
-            bound = shift_certificate(float(weight.buffer("shift")[index[0]]) / scale, norm)
+            bound = shift_certificate(float(weight.buffer("shift")[index[0]]), norm)
         else:
             correct = take(weight.buffer("correction"), index).double()
             bound = _polar_certificate(part, correct, norm)

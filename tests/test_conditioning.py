@@ -1,0 +1,503 @@
+"""The invariants of condition() and its handle, over the table of cases and beyond it."""
+
+import copy
+import json
+
+import pytest
+import torch
+from cases import CASE, CASES, METHODS
+from torch import Tensor, nn
+
+import attncond as ac
+
+pairs = pytest.mark.parametrize(
+    ("case", "method"),
+    [pytest.param(c, m, id=f"{c.name}/{name}") for c in CASES for name, m in METHODS.items()],
+)
+vit = CASE["timm-vit"]
+
+
+def stock_state(model: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def same_state(model: nn.Module, state: dict[str, Tensor]) -> bool:
+    now = model.state_dict()
+    return list(now) == list(state) and all(torch.equal(now[k], v) for k, v in state.items())
+
+
+def reference(matrix: Tensor, method: ac.Spectral) -> Tensor:
+    """s·(W + C) of one matrix, from the definitions and a float64 SVD."""
+    u, sigma, vh = torch.linalg.svd(matrix, full_matrices=False)
+    if method.correction == "polar":
+        shifted = matrix + sigma[0] * (u @ vh)
+    else:
+        kappa = method.kappa or 2.0
+        lam = method.lam or float(sigma[0]) * (kappa + 1) / (kappa - 1)
+        shifted = matrix + lam * torch.eye(*matrix.shape, dtype=matrix.dtype)
+    if not method.preserve_norm:
+        return shifted
+    return shifted * (sigma[0] / torch.linalg.matrix_norm(shifted, ord=2))
+
+
+def modify_by_hand(model: nn.Module, method: ac.Spectral) -> None:
+    done = set()
+    for site in ac.inspect(model):
+        for p in site.projections:
+            key = (id(p.owner), p.name, p.role)
+            if p.role not in method.roles or key in done:
+                continue
+            done.add(key)
+            weight = dict(p.owner.named_parameters())[p.name].detach()
+            rows = weight.T if p.axis == 1 else weight
+            whole = [p.rows.flatten()] if method.scope == "projection" else list(p.rows)
+            for index in whole:
+                rows[index] = reference(rows[index], method)
+
+
+@pairs
+def test_invariants(case, method):
+    model = case.make()
+    by_hand = copy.deepcopy(model)
+    state, parameters = stock_state(model), dict(model.named_parameters())
+    classes = [type(m) for m in model.modules()]
+    stock = case.run(model).detach()
+
+    handle = ac.condition(model, method)
+
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[k] is parameters[k] for k in parameters)
+    added = set(model.state_dict()) - set(state)
+    assert added
+    assert all(".attncond_" in key or key.startswith("attncond_") for key in added)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in state.items())
+
+    conditioned = case.run(model).detach()
+    assert not torch.allclose(conditioned, stock)
+    modify_by_hand(by_hand, method)
+    torch.testing.assert_close(conditioned, case.run(by_hand), rtol=1e-9, atol=1e-9)
+
+    if method.target is not None:
+        for row in handle.certificates():
+            assert row.kappa <= row.bound * (1 + 1e-12)
+            assert row.bound <= method.target * (1 + 1e-9)
+
+    with pytest.raises(ac.AlreadyConditionedError, match="remove"):
+        ac.condition(model, ac.Spectral())
+
+    copied = copy.deepcopy(model)
+    handle.fold()
+    torch.testing.assert_close(case.run(model), conditioned, rtol=1e-12, atol=1e-12)
+    assert list(model.state_dict()) == list(state)
+    assert [type(m) for m in model.modules()] == classes
+    assert all(p is parameters[k] for k, p in model.named_parameters())
+    case.make(seed=1).load_state_dict(model.state_dict(), strict=True)
+    with pytest.raises(ac.ConditioningError, match="folded"):
+        handle.fold()
+
+    other = ac.handle(copied)
+    other.remove()
+    assert same_state(copied, state)
+    assert torch.equal(case.run(copied), stock)
+    with pytest.raises(ac.ConditioningError, match="removed"):
+        other.remove()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_site_is_affected_and_trained(case):
+    model = case.make()
+    raw = {id(p.raw): p.raw.detach().clone() for s in ac.inspect(model) for p in s.projections}
+    ac.condition(model, ac.Spectral())
+    for site in ac.inspect(model):
+        for p in site.projections:
+            effective = getattr(p.owner, p.name).detach()
+            assert not torch.allclose(p.matrix(effective), p.matrix(raw[id(p.raw)]))
+    case.run(model).square().sum().backward()
+    for site in ac.inspect(model):
+        for p in site.projections:
+            assert p.raw.grad is not None
+            assert p.matrix(p.raw.grad).abs().sum() > 0
+
+
+def test_by_hand_without_any_of_our_views():
+    model = vit.make()
+    copied = copy.deepcopy(model)
+    ac.condition(model, ac.Spectral(lam=1.5, preserve_norm=False))
+    with torch.no_grad():
+        for block in copied.blocks:
+            q, k, v = block.attn.qkv.weight.chunk(3)
+            for part in (q, k, v):
+                part += 1.5 * torch.eye(24, dtype=part.dtype)
+    torch.testing.assert_close(vit.run(model), vit.run(copied), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["timm-vit", "hf-gpt2", "torch-cross"])
+@pytest.mark.parametrize("method", ["default", "paper-svd"])
+def test_low_precision(name, dtype, method):
+    case = CASE[name]
+    model = case.make(dtype=dtype)
+    handle = ac.condition(model, METHODS[method])
+    output = case.run(model)
+    assert output.dtype == dtype
+    assert torch.isfinite(output).all()
+    slack = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 3e-3}[dtype]
+    assert max(row.kappa for row in handle.certificates()) <= 2 * (1 + slack)
+    assert all(
+        b.dtype in (torch.float32, torch.int64)
+        for k, b in model.named_buffers()
+        if "attncond_" in k
+    )
+    handle.fold()
+    torch.testing.assert_close(case.run(model), output)
+
+
+def test_casting_a_conditioned_model_keeps_its_numbers_in_float32():
+    model = vit.make(dtype=torch.float32)
+    ac.condition(model, ac.Spectral())
+    before = {k: b.clone() for k, b in model.named_buffers() if "attncond_" in k}
+    model.bfloat16()
+    assert model.blocks[0].attn.qkv.get_parameter("weight").dtype == torch.bfloat16
+    assert model.blocks[0].attn.qkv.weight.dtype == torch.bfloat16
+    for k, b in before.items():
+        assert torch.equal(model.get_buffer(k), b)
+    model.double()
+    assert model.blocks[0].attn.qkv.attncond_weight_scale.dtype == torch.float64
+
+
+def test_autocast_runs_and_trains():
+    model = vit.make(dtype=torch.float32)
+    ac.condition(model, ac.Spectral())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = vit.run(model).float().square().mean()
+    loss.backward()
+    assert torch.isfinite(model.blocks[0].attn.qkv.get_parameter("weight").grad).all()
+
+
+def test_training_with_a_fixed_correction_equals_training_the_folded_weights():
+    """Without weight decay SGD cannot tell C in the forward pass from C in the start (s = 1)."""
+    model = vit.make()
+    handle = ac.condition(model, ac.Spectral(lam=0.5, preserve_norm=False))
+    folded = copy.deepcopy(model)
+    ac.handle(folded).fold()
+    for m in (model, folded):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(20):
+            optimizer.zero_grad()
+            vit.run(m).square().mean().backward()
+            optimizer.step()
+    handle.fold()
+    for p, q in zip(model.parameters(), folded.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+def train(model, handle, optimizer, steps, generator):
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 3, 8, 8, generator=generator)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "method", [ac.Spectral(), ac.Spectral.paper_svd(), ac.Spectral(correction="polar", refresh_every=3)]
+)
+def test_a_checkpoint_resumes_bit_for_bit_and_is_refused_by_a_stock_model(method, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    def start():
+        model = vit.make(dtype=torch.float32)
+        handle = ac.condition(model, method)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        handle.attach(optimizer)
+        return model, handle, optimizer
+
+    generator = torch.Generator().manual_seed(3)
+    model, handle, optimizer = start()
+    train(model, handle, optimizer, 4, generator)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(handle.config))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    rng = generator.get_state()
+    straight = train(model, handle, optimizer, 5, generator)
+
+    resumed = vit.make(dtype=torch.float32, seed=5)
+    handle = ac.condition(resumed, json.loads((tmp_path / "config.json").read_text()))
+    assert handle.method == method
+    optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    handle.attach(optimizer)
+    resumed.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    generator.set_state(rng)
+    assert train(resumed, handle, optimizer, 5, generator) == straight
+    assert same_state(resumed, model.state_dict())
+
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        vit.make(dtype=torch.float32).load_state_dict(load_file(tmp_path / "model.safetensors"))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        resumed.load_state_dict(vit.make(dtype=torch.float32).state_dict())
+
+
+def test_the_polar_factor_follows_the_optimizer():
+    model = vit.make(dtype=torch.float32)
+    handle = ac.condition(model, ac.Spectral.paper_svd())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    assert handle.attach(optimizer) is handle
+    start = model.blocks[0].attn.qkv.attncond_weight_correction.clone()
+    train(model, handle, optimizer, 30, torch.Generator().manual_seed(0))
+    assert not torch.allclose(model.blocks[0].attn.qkv.attncond_weight_correction, start)
+    assert max(row.kappa for row in handle.certificates()) <= 2.02
+    with pytest.raises(ac.ConditioningError, match="attached already"):
+        handle.attach(optimizer)
+    handle.remove()
+    train(model, handle, optimizer, 1, torch.Generator())  # the hook is gone
+
+
+def test_lazy_refresh_and_its_certificate():
+    model = vit.make(dtype=torch.float32)
+    handle = ac.condition(model, ac.Spectral(correction="polar", refresh_every=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    handle.attach(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(9):
+        train(model, handle, optimizer, 1, generator)
+        seen.append(model.blocks[0].attn.qkv.attncond_weight_correction.clone())
+        for row in handle.certificates():
+            assert row.kappa <= row.bound * (1 + 1e-5)
+    changed = [not torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False)]
+    assert changed == [False, False, True, False, False, False, True, False]
+
+
+def test_attach_refuses_what_it_cannot_follow():
+    model = vit.make()
+    handle = ac.condition(model, ac.Spectral.paper_svd())
+    with pytest.raises(ac.ConditioningError, match="none of the conditioned"):
+        handle.attach(torch.optim.SGD(vit.make().parameters(), lr=1.0))
+    with pytest.raises(ac.ConditioningError, match="Optimizer"):
+        handle.attach("adam")
+
+
+def test_attach_has_nothing_to_do_for_a_fixed_correction():
+    model = vit.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ac.condition(model, ac.Spectral()).attach(optimizer)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_shared_modules_and_tied_parameters_are_conditioned_once():
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    model = nn.ModuleList([attention, attention, nn.MultiheadAttention(16, 2, batch_first=True)])
+    model[2].in_proj_weight = attention.in_proj_weight
+    x = torch.randn(1, 4, 16)
+    raw = attention.in_proj_weight.detach().clone()
+    handle = ac.condition(model, ac.Spectral())
+    conditioned = [m(x, x, x)[0] for m in model]
+    expected = torch.cat([reference(w.double(), ac.Spectral()) for w in raw.chunk(3)]).float()
+    torch.testing.assert_close(attention.in_proj_weight.detach().as_subclass(Tensor), expected)
+    handle.fold()
+    assert model[2].in_proj_weight is attention.in_proj_weight
+    torch.testing.assert_close(attention.in_proj_weight.detach(), expected)
+    for m, y in zip(model, conditioned, strict=True):
+        torch.testing.assert_close(m(x, x, x)[0], y)
+
+
+def test_a_weight_tied_to_something_else_is_refused():
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2), "out": nn.Linear(16, 48)})
+    model["out"].weight = model["attn"].in_proj_weight
+    with pytest.raises(ac.ConditioningError, match=r"tied to out\.weight"):
+        ac.condition(model, ac.Spectral())
+
+
+def test_meta_models_wait_for_their_weights():
+    filled = vit.make(dtype=torch.float32)
+    trained = copy.deepcopy(filled)
+    ac.condition(trained, ac.Spectral())
+    with torch.device("meta"):
+        model = vit.build()
+        late = vit.build()
+    for m in (model, late):
+        handle = ac.condition(m.eval(), ac.Spectral())
+        m.to_empty(device="cpu")
+        with pytest.raises(ac.ConditioningError, match="calibrate"):
+            vit.run(m)
+    model.load_state_dict(trained.state_dict())
+    torch.testing.assert_close(vit.run(model), vit.run(trained))
+    late.load_state_dict(filled.state_dict(), strict=False)
+    handle.calibrate()
+    torch.testing.assert_close(vit.run(late), vit.run(trained))
+
+
+def test_meta_weights_cannot_be_folded():
+    with torch.device("meta"):
+        model = vit.build()
+    handle = ac.condition(model, ac.Spectral())
+    with pytest.raises(ac.ConditioningError, match="meta"):
+        handle.fold()
+
+
+def break_weight(value):
+    def apply(model):
+        with torch.no_grad():
+            model.blocks[1].attn.qkv.weight[30, 2] = value
+
+    return apply
+
+
+def zero_keys(model):
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[24:48] = 0
+
+
+def quantise(model):
+    weight = model.blocks[1].attn.qkv.weight
+    model.blocks[1].attn.qkv.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
+
+
+def float8(model):
+    weight = model.blocks[1].attn.qkv.weight
+    model.blocks[1].attn.qkv.weight = nn.Parameter(weight.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_weight(float("nan")), r"blocks\.1\.attn\.qkv\.weight holds NaN or Inf"),
+        (break_weight(float("inf")), "NaN or Inf"),
+        (zero_keys, "W_K in blocks.1.attn.qkv.weight is all zeros"),
+        (quantise, "quantised"),
+        (float8, "quantised"),
+    ],
+)
+@pytest.mark.parametrize("method", ["default", "paper-svd"])
+def test_bad_weights_are_named_and_the_model_is_untouched(damage, message, method):
+    model = vit.make(dtype=torch.float32)
+    damage(model)
+    before, classes = stock_state(model), [type(m) for m in model.modules()]
+    with pytest.raises(ac.ConditioningError, match=message):
+        ac.condition(model, METHODS[method])
+    assert list(model.state_dict()) == list(before)
+    for k, v in model.state_dict().items():
+        assert v.dtype == before[k].dtype
+        assert torch.equal(torch.nan_to_num(v.double()), torch.nan_to_num(before[k].double()))
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_an_interrupted_call_leaves_the_model_untouched(monkeypatch):
+    model = vit.make()
+    state = stock_state(model)
+    import attncond.conditioning as module
+
+    calls = []
+    real = module.install
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(module, "install", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ac.condition(model, ac.Spectral())
+    assert same_state(model, state)
+    monkeypatch.undo()
+
+    handle = ac.condition(model, ac.Spectral())
+    conditioned, output = stock_state(model), vit.run(model)
+    real_uninstall = module.uninstall
+    calls.clear()
+
+    def interrupted_end(owner):
+        calls.append(owner)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real_uninstall(owner)
+
+    monkeypatch.setattr(module, "uninstall", interrupted_end)
+    with pytest.raises(KeyboardInterrupt):
+        handle.fold()
+    monkeypatch.undo()
+    assert same_state(model, conditioned)
+    assert torch.equal(vit.run(model), output)
+    handle.fold()
+    torch.testing.assert_close(vit.run(model), output)
+
+
+def test_a_fold_that_is_not_finite_changes_nothing():
+    model = vit.make()
+    handle = ac.condition(model, ac.Spectral())
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.get_parameter("weight")[0, 0] = float("inf")
+    state = stock_state(model)
+    with pytest.raises(ac.ConditioningError, match=r"blocks\.0\.attn\.qkv\.weight is not finite"):
+        handle.fold()
+    assert same_state(model, state)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU()), ac.UnsupportedAttentionError, "no attention"),
+        ("not a model", TypeError, r"torch\.nn\.Module"),
+    ],
+)
+def test_models_without_attention(model, error, message):
+    with pytest.raises(error, match=message):
+        ac.condition(model, ac.Spectral())
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.qkv = 2, nn.Linear(8, 24)
+
+    def forward(self, x):
+        return self.qkv(x)
+
+
+def test_unsupported_attention_is_told_or_skipped():
+    model = nn.ModuleList([Odd(), nn.MultiheadAttention(8, 2)])
+    state = stock_state(model)
+    with pytest.raises(ac.UnsupportedAttentionError) as caught:
+        ac.condition(model, ac.Spectral())
+    for word in ("Odd", "qkv", "cannot be guessed", "ac.register", "skip_unsupported"):
+        assert word in str(caught.value)
+    assert same_state(model, state)
+    handle = ac.condition(model, ac.Spectral(), skip_unsupported=True)
+    assert len(handle.certificates()) == 3
+    assert type(model[0].qkv) is nn.Linear
+
+
+@pytest.mark.parametrize("method", [ac.Spectral, "spectral", None])
+def test_a_method_is_an_instance(method):
+    with pytest.raises(ac.ConditioningError, match=r"ac\.Spectral\(\)"):
+        ac.condition(vit.make(), method)
+
+
+@pytest.mark.parametrize("config", [{}, {"method": "Other", "parameters": {}}, {"method": "Spectral"}])
+def test_a_bad_config_is_refused(config):
+    with pytest.raises(ac.ConditioningError, match="config"):
+        ac.condition(vit.make(), config)
+    newer = {"method": "Spectral", "parameters": {"colour": "red"}}
+    with pytest.raises(ac.ConditioningError, match="colour"):
+        ac.condition(vit.make(), newer)
+
+
+def test_handles_of_one_model_notice_each_other():
+    model = vit.make()
+    with pytest.raises(ac.ConditioningError, match="not conditioned"):
+        ac.handle(model)
+    first = ac.condition(model, ac.Spectral())
+    second = ac.handle(model)
+    assert second.config == first.config
+    second.remove()
+    with pytest.raises(ac.ConditioningError, match="overtaken"):
+        first.fold()
+    assert "overtaken" in repr(first)
