@@ -124,7 +124,9 @@ class EffectiveWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if _writes(name) and any(isinstance(a, cls) for a in (*args[:1], kwargs.get("out"))):
+        # torch.nn.init passes the tensor it fills by keyword.
+        written = [*args[:1], kwargs.get("tensor")] if _writes(name) else []
+        if any(isinstance(a, cls) for a in (*written, kwargs.get("out"))):
             raise ConditioningError(
                 f"{name} on the effective weight of a conditioned module would be lost. Write to "
                 "the raw parameter instead (module.get_parameter('weight'), or any of "

@@ -1,0 +1,283 @@
+"""The effective weight under everything PyTorch does to modules."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from cases import CASE, CASES, METHODS
+from torch import nn
+from torch.func import functional_call, grad, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
+
+import attncond as ac
+from attncond.effective import EffectiveWeight
+
+vit = CASE["timm-vit"]
+
+
+@pytest.fixture
+def linear():
+    """The qkv of a conditioned ViT: an owner with a property in place of its weight."""
+    model = vit.make(dtype=torch.float32)
+    ac.condition(model, ac.Spectral())
+    return model.blocks[0].attn.qkv
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: nn.init.normal_(w),
+        lambda w: nn.init.trunc_normal_(w),
+        lambda w: w.data.zero_(),
+        lambda w: w.data[:3].fill_(1),
+        lambda w: w.detach().T.copy_(torch.ones(24, 72)),
+        lambda w: w.__setitem__(0, 1.0),
+        lambda w: w.mul_(2),
+        lambda w: w.chunk(3)[1].add_(1),
+        lambda w: setattr(w, "data", torch.zeros(72, 24)),
+        lambda w: w.requires_grad_(False),
+        lambda w: setattr(w, "requires_grad", False),
+        lambda w: torch.zeros(72, 24, out=w),
+        lambda w: torch.add(w, 1, out=w),
+        lambda w: w.__iadd__(1),
+    ],
+)
+def test_a_write_that_would_be_lost_is_refused(linear, write):
+    raw = linear.get_parameter("weight").detach().clone()
+    with torch.no_grad(), pytest.raises(ac.ConditioningError, match="would be lost"):
+        write(linear.weight)
+    assert torch.equal(linear.get_parameter("weight"), raw)
+
+
+def test_reading_is_plain_and_differentiable(linear):
+    weight = linear.weight
+    assert isinstance(weight, EffectiveWeight)
+    assert weight.shape == (72, 24)
+    assert type(weight * 2) is torch.Tensor
+    assert type(weight.clone().zero_()) is torch.Tensor
+    assert weight.data.dtype == weight.dtype == torch.float32
+    assert repr(weight).startswith("EffectiveWeight(")
+    weight.sum().backward()
+    scale = linear.attncond_weight_scale
+    torch.testing.assert_close(linear.get_parameter("weight").grad, scale[:, None].expand(72, 24))
+
+
+def test_the_parameter_can_still_be_written_and_replaced(linear):
+    with torch.no_grad():
+        linear.get_parameter("weight").zero_()
+    assert linear.weight.detach().abs().sum() == pytest.approx(
+        float((linear.attncond_weight_scale * linear.attncond_weight_shift).sum()), rel=1e-5
+    )
+    fresh = nn.Parameter(torch.ones(72, 24))
+    linear.weight = fresh
+    assert dict(linear.named_parameters())["weight"] is fresh
+    assert isinstance(linear.weight, EffectiveWeight)
+
+
+def test_isinstance_and_names_survive(linear):
+    assert isinstance(linear, nn.Linear)
+    assert "Linear(in_features=24" in repr(linear)
+    assert linear.in_features == 24
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("method", ["default", "paper-svd"])
+def test_compile_in_one_graph(case, method):
+    model = case.make(dtype=torch.float32)
+    ac.condition(model, METHODS[method])
+    expected = case.run(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = case.run(compiled)
+    torch.testing.assert_close(output, expected, rtol=2e-4, atol=2e-5)
+    expected.square().sum().backward()
+    wanted = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    output.square().sum().backward()
+    for k, p in model.named_parameters():
+        if k in wanted:
+            torch.testing.assert_close(p.grad, wanted[k], rtol=1e-3, atol=1e-3)
+
+
+def test_inductor_gives_the_same_numbers():
+    model = vit.make(dtype=torch.float32)
+    ac.condition(model, ac.Spectral())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(vit.run(compiled), vit.run(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_compiled_before_is_conditioned_and_released():
+    model = vit.make(dtype=torch.float32)
+    stock = vit.run(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(vit.run(compiled), stock, rtol=1e-4, atol=1e-5)
+    handle = ac.condition(compiled, ac.Spectral())
+    expected = vit.run(model)
+    assert not torch.allclose(expected, stock)
+    torch.testing.assert_close(vit.run(compiled), expected, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    torch.testing.assert_close(vit.run(compiled), stock, rtol=1e-4, atol=1e-5)
+
+
+def test_a_refresh_needs_no_new_graph():
+    model = vit.make(dtype=torch.float32)
+    handle = ac.condition(model, ac.Spectral.paper_svd())
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(3):
+        vit.run(compiled)
+        with torch.no_grad():
+            model.blocks[0].attn.qkv.get_parameter("weight").mul_(1.01)
+        handle.refresh()
+    assert counter.frame_count == 1
+    torch.testing.assert_close(vit.run(compiled), vit.run(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-beit", "torch-cross", "hf-gpt2"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(name, strict):
+    case = CASE[name]
+    model = case.make(dtype=torch.float32)
+    ac.condition(model, ac.Spectral())
+    expected = case.run(model)
+    captured = {}
+    hook = model.register_forward_pre_hook(lambda _, args: captured.update(args=args))
+    case.run(model)
+    hook.remove()
+    kwargs = {"use_cache": False} if name.startswith("hf") else {}
+    program = torch.export.export(model, captured["args"], kwargs, strict=strict)
+    output = program.module()(*captured["args"], **kwargs)
+    output = getattr(output, "last_hidden_state", output)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_torchscript_trace():
+    model = vit.make(dtype=torch.float32)
+    ac.condition(model, ac.Spectral())
+    x = torch.randn(2, 3, 8, 8)
+    traced = torch.jit.trace(model, x)
+    torch.testing.assert_close(traced(x), model(x))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("method", ["default", "paper-svd"])
+def test_deepcopy_and_pickle(case, method):
+    model = case.make()
+    ac.condition(model, METHODS[method])
+    expected = case.run(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(case.run(twin), expected)
+        ac.handle(twin).fold()
+        torch.testing.assert_close(case.run(twin), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(case.run(model), expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(case.run(torch.load(file, weights_only=False)), expected)
+
+
+def test_functional_call_and_functorch():
+    model = vit.make()
+    stock = dict(copy.deepcopy(model).named_parameters())
+    ac.condition(model, ac.Spectral())
+    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    doubled = {k: (2 * p if "qkv.weight" in k else p).detach() for k, p in stock.items()}
+    by_hand = copy.deepcopy(model)
+    with torch.no_grad():
+        for k, p in by_hand.named_parameters():
+            p.copy_(doubled[k])
+    torch.testing.assert_close(functional_call(model, doubled, (x,)), by_hand(x))
+
+    def loss(params, x):
+        return functional_call(model, params, (x[None],)).square().sum()
+
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    per_sample = vmap(grad(loss), in_dims=(None, 0))(params, x)
+    model.zero_grad()
+    model(x[:1]).square().sum().backward()
+    torch.testing.assert_close(
+        per_sample["blocks.0.attn.qkv.weight"][0],
+        model.blocks[0].attn.qkv.get_parameter("weight").grad,
+    )
+    key = "blocks.1.attn.qkv.weight"
+    jacobian = jacrev(lambda w: functional_call(model, {**params, key: w}, (x[:1],)))(params[key])
+    assert jacobian.shape == (1, 5, 72, 24)
+    assert jacobian.abs().sum() > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_and_accumulation(reentrant):
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+
+    def gradients(recompute, pieces):
+        model = vit.make()
+        handle = ac.condition(model, ac.Spectral.paper_svd())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle.attach(optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part in x.chunk(pieces):
+                if recompute:
+                    out = checkpoint(model, part, use_reentrant=reentrant)
+                else:
+                    out = model(part)
+                out.square().sum().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    plain = gradients(False, 1)
+    for other in (gradients(True, 1), gradients(True, 2)):
+        for k, v in plain.items():
+            torch.testing.assert_close(other[k], v, rtol=1e-9, atol=1e-9)
+
+
+def test_timm_and_transformers_checkpointing():
+    for name, switch in (
+        ("timm-vit", lambda m: m.set_grad_checkpointing()),
+        ("hf-llama", lambda m: m.gradient_checkpointing_enable()),
+    ):
+        case = CASE[name]
+        model = case.make()
+        ac.condition(model, ac.Spectral())
+        model.train()
+        case.run(model).square().sum().backward()
+        wanted = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        switch(model)
+        case.run(model).square().sum().backward()
+        for p, w in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad, w)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_fused_inference_path_gives_the_same_outputs(batch_first, norm_first):
+    layer = nn.TransformerEncoderLayer(
+        16, 2, dim_feedforward=32, batch_first=batch_first, norm_first=norm_first
+    )
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first and batch_first)
+    handle = ac.condition(model, ac.Spectral())
+    x = torch.randn(3, 5, 16) if batch_first else torch.randn(5, 3, 16)
+    padding = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    model.eval()
+    slow = model(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        fast = model(x, src_key_padding_mask=padding)
+    handle.fold()
+    folded = model(x, src_key_padding_mask=padding)
+    seen = ~padding if batch_first else ~padding.T
+    torch.testing.assert_close(fast[seen], slow[seen], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(folded[seen], slow[seen], rtol=1e-4, atol=1e-5)
+
+
+def test_a_conditioned_model_holds_no_tensor_that_the_optimizer_does_not_see():
+    model = vit.make()
+    before = {id(p) for p in model.parameters()}
+    ac.condition(model, ac.Spectral.paper_svd())
+    assert {id(p) for p in model.parameters()} == before
+    assert not any(b.requires_grad for b in model.buffers())
