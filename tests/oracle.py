@@ -238,7 +238,7 @@ def _moved(
 
 def _product(name: str, args: Any, kwargs: Any) -> Product | None:
     if name in ("baddbmm", "baddbmm_"):
-        name, args = "bmm", args[1:]
+        name, args = "bmm", (*args[1:], *(kwargs[k] for k in ("batch1", "batch2") if k in kwargs))
     if name in _MATMUL:
         if len(args) < 2:
             return None
@@ -297,6 +297,9 @@ def record(sites: Iterable[Site], run: Callable[[], Any]) -> list[Call]:
 def _arranged(tensor: Tensor, heads: int, dim: int) -> Iterator[Tensor]:
     """Every reading of ``tensor`` as (heads, rows, channels) that its shape allows."""
     for c in range(tensor.ndim):
+        if tensor.shape[c] == dim + 1 and bool((tensor.select(c, dim) == 1).all()):
+            # Linear attention appends a one to its values, which sums the weights.
+            yield from _arranged(tensor.narrow(c, 0, dim), heads, dim)
         if tensor.shape[c] != dim:
             continue
         if heads == 1:
@@ -318,6 +321,8 @@ def _expected(call: Call, p: Projection) -> Tensor | None:
     raw, parts = p.raw, []
     for x, weight, bias, name in call.inputs.get(id(raw), []):
         first = 0
+        if raw.ndim == 2 and weight.stride() == raw.stride()[::-1] != raw.stride():
+            weight = weight.mT  # written x @ weight.T
         if weight.shape[: raw.ndim] != raw.shape:
             if (
                 p.axis != 0
@@ -341,7 +346,7 @@ def _expected(call: Call, p: Projection) -> Tensor | None:
 def _compare(got: Tensor, want: Tensor) -> str | None:
     """ "values" if every row of ``got`` is a row of ``want`` times one scalar, "direction" if
     the scalar differs from row to row, else None."""
-    got, want = got.detach(), want.detach()
+    got, want = got.detach(), want.detach().to(got.dtype)
     exact = got.dtype == torch.float64
     near, same = (1e-10, 1e-7) if exact else (1e-5, 1e-3)
     ratios = []
@@ -418,11 +423,10 @@ def _check_role(call: Call, p: Projection, tensor: Tensor, transformed: bool, mi
             + ("" if want is not None else " (the projection's input was never seen)")
             + ("; it is, up to a factor per row" if level else "")
         )
-    reasons = [
-        _check_support(got, p, mixed) for got in ([chosen] if chosen is not None else arrangements)
-    ]
+    readings = [chosen] if chosen is not None else arrangements
+    reasons = [_check_support(got, p, mixed) for got in readings]
     if None not in reasons:
-        raise OracleError(f"{p.role}: {reasons[0]}")
+        raise OracleError(f"{p.role}: " + ", or ".join(dict.fromkeys(map(str, reasons[:3]))))
     return level or "support"
 
 
@@ -487,16 +491,18 @@ def check(
 
 
 def prepare(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model in eval mode and float64, with no parameter left constant.
+    """The model in eval mode and float64, with no parameter left at zero.
 
-    Constant initial values (zero biases and gates, unit scales) would hide a wrong bias or cut the
-    gradient; scales are left alone because a random one is more than a scalar factor.
+    Zero biases and gates would hide a wrong bias or cut the gradient. A fresh batch norm is left
+    alone: in eval mode it is a scalar factor, so that what it follows can be compared by value.
     """
     generator = torch.Generator().manual_seed(seed)
     model.double().eval()
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    shifts = {id(m.bias) for m in norms}
     with torch.no_grad():
         for p in model.parameters():
-            if p.is_floating_point() and not bool(p.any()):
-                p.copy_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
             p.requires_grad_(p.is_floating_point())
+            if p.is_floating_point() and not bool(p.any()) and id(p) not in shifts:
+                p.copy_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return model
