@@ -1,0 +1,116 @@
+"""How the demo shows itself: a table for the terminal and a figure for the folder."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from typing import Any
+
+from rich.table import Table
+
+from attncond.demo import VARIANTS, Demo
+
+# Okabe and Ito's palette: told apart with any kind of colour vision.
+_COLOURS = dict(zip(VARIANTS, ("#555555", "#0072B2", "#D55E00"), strict=True))
+
+
+def kappa_text(value: float) -> str:
+    """A condition number as a person reads it.
+
+    >>> kappa_text(1.234), kappa_text(12345.6), kappa_text(3.2e9)
+    ('1.23', '12,346', '3e+09')
+    """
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"
+
+
+def _median_and_worst(row: dict[str, Any], when: str) -> str:
+    values = (row[f"kappa_{when}_median"], row[f"kappa_{when}_worst"])
+    return " / ".join(kappa_text(value) for value in values)
+
+
+def table(demo: Demo) -> Table:
+    """Accuracy, κ and time of each variant, over the seeds that are done."""
+    done = f"{len(demo.runs)} of {demo.seeds * len(VARIANTS)} runs"
+    shown = Table(title=f"ViT on digits, {demo.epochs} epochs, {done}", title_justify="left")
+    shown.add_column("variant")
+    shown.add_column("test accuracy %\nmean ± std (seeds)", justify="right")
+    shown.add_column("κ before training\nmedian / worst", justify="right")
+    shown.add_column("κ after training\nmedian / worst", justify="right")
+    shown.add_column("seconds\nper run", justify="right")
+    for row in demo.summary():
+        std = row["accuracy_std"]
+        shown.add_row(
+            row["variant"],
+            f"{row['accuracy_mean']:.2f}"
+            + (f" ± {std:.2f}" if std is not None else "")
+            + f" ({row['seeds']})",
+            _median_and_worst(row, "start"),
+            _median_and_worst(row, "trained"),
+            f"{row['seconds_mean']:.1f}",
+        )
+    return shown
+
+
+def figure(demo: Demo) -> bytes:
+    """A PNG: test accuracy over the epochs, and κ before and after training."""
+    from matplotlib.figure import Figure
+
+    image: Any = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
+    curves, bars = image.subplots(1, 2, width_ratios=(1.25, 1))
+    rows = demo.summary()
+    for row in rows:
+        variant = row["variant"]
+        runs = [r["test_accuracy_by_epoch"] for r in demo.runs if r["variant"] == variant]
+        epochs = range(1, demo.epochs + 1)
+        by_epoch = list(zip(*runs, strict=True))
+        mean = [statistics.fmean(values) for values in by_epoch]
+        curves.plot(epochs, mean, color=_COLOURS[variant], label=f"{variant}  {mean[-1]:.1f}%")
+        if len(runs) > 1:
+            std = [statistics.stdev(values) for values in by_epoch]
+            curves.fill_between(
+                epochs,
+                [m - s for m, s in zip(mean, std, strict=True)],
+                [m + s for m, s in zip(mean, std, strict=True)],
+                color=_COLOURS[variant],
+                alpha=0.18,
+                linewidth=0,
+            )
+    seeds = max((row["seeds"] for row in rows), default=0)
+    band = f"mean ± std of {seeds} seeds" if seeds > 1 else "one seed"
+    curves.set(xlabel="epoch", ylabel="test accuracy (%)", title=f"Digits, small ViT ({band})")
+    curves.set_ylim(0, 101)
+    curves.set_xlim(1, max(demo.epochs, 2))
+    curves.legend(loc="lower right", frameon=False, title="variant, last epoch")
+
+    for place, row in enumerate(rows):
+        for offset, when, alpha in ((-0.2, "start", 0.45), (0.2, "trained", 1.0)):
+            median, worst = row[f"kappa_{when}_median"], row[f"kappa_{when}_worst"]
+            x = place + offset
+            bars.bar(x, median, 0.36, color=_COLOURS[row["variant"]], alpha=alpha)
+            bars.vlines(x, median, worst, color="black", linewidth=1)
+            bars.plot(x, worst, marker="_", color="black", markersize=9)
+            bars.annotate(
+                kappa_text(median),
+                (x, worst),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
+    bars.set_yscale("log")
+    top = max((row[f"kappa_{w}_worst"] for row in rows for w in ("start", "trained")), default=10)
+    bars.set_ylim(0.8, top * 4)
+    bars.set_xticks(range(len(rows)), [row["variant"] for row in rows])
+    bars.set_ylabel("κ of the whole projections W_Q, W_K, W_V")
+    bars.set_title(
+        "pale: before training, full: after\nbar and number: median, line: worst", fontsize=9
+    )
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+    stream = io.BytesIO()
+    image.savefig(stream, format="png")
+    return stream.getvalue()
