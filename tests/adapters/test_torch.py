@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -133,3 +134,67 @@ def test_inspect_needs_no_memory() -> None:
     with torch.device("meta"):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
     assert len(ac.inspect(model)) == 3
+
+
+def hand_made(module: nn.MultiheadAttention) -> None:
+    """What Spectral(lam=2, preserve_norm=False) has to amount to, written out."""
+    size = module.embed_dim
+    with torch.no_grad():
+        if module._qkv_same_embed_dim:
+            for part in range(3):
+                block = module.in_proj_weight[part * size : (part + 1) * size]
+                block += 2 * torch.eye(size, dtype=block.dtype)
+        else:
+            for weight in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight):
+                weight += 2 * torch.eye(*weight.shape, dtype=weight.dtype)
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_conditioned_outputs_are_those_of_a_hand_made_copy(
+    options: dict[str, Any], training: bool
+) -> None:
+    module = nn.MultiheadAttention(8, 2, **options).double().train(training)
+    copy = deepcopy(module)
+    hand_made(copy)
+    widths = (8, options.get("kdim", 8), options.get("vdim", 8))
+    inputs = [torch.randn(5, 5, width).double() for width in widths]
+    ac.condition(module, ac.Spectral(lam=2.0, preserve_norm=False))
+    with torch.no_grad():  # without it the fused path is never taken
+        got, want = module(*inputs), copy(*inputs)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_encoder_fast_path_gives_the_same_outputs(norm_first: bool, padded: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).double()
+    handle = ac.condition(model, ac.Spectral())
+    x = torch.randn(3, 5, 8).double()
+    mask = torch.arange(5)[None] >= torch.tensor([5, 3, 2])[:, None] if padded else None
+    seen = slice(None) if mask is None else ~mask
+    for p in model.parameters():  # dropout is the only other difference between train and eval
+        p.requires_grad_(False)
+    model.eval()
+    fast = model(x, src_key_padding_mask=mask)[seen]
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        slow = model(x, src_key_padding_mask=mask)[seen]
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+    handle.fold()
+    folded = model(x, src_key_padding_mask=mask)[seen]
+    torch.testing.assert_close(folded, slow, rtol=1e-12, atol=1e-12)
+
+
+def test_decoder_is_conditioned_in_both_attentions() -> None:
+    model = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True).double().eval()
+    copy = deepcopy(model)
+    hand_made(copy.self_attn)
+    hand_made(copy.multihead_attn)
+    ac.condition(model, ac.Spectral(lam=2.0, preserve_norm=False))
+    x, memory = torch.randn(2, 4, 8).double(), torch.randn(2, 6, 8).double()
+    torch.testing.assert_close(model(x, memory), copy(x, memory), rtol=1e-12, atol=1e-12)
