@@ -129,6 +129,8 @@ def test_spectral_norm_of_odd_inputs(n: int) -> None:
         found[keep], torch.tensor([1.0, 0.0, 1e30, 1e-30]), atol=0, rtol=1e-6
     )
     assert spectral_norm(torch.full((n, n), float("inf"))) == float("inf")
+    for size in (1e200, 1e-200):
+        assert spectral_norm(size * torch.eye(n).double()).item() == pytest.approx(size, rel=1e-12)
 
 
 def test_condition_number() -> None:

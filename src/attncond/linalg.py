@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,11 +41,14 @@ def spectral_norm(a: Tensor) -> Tensor:
     """
     x, lead = _matrices(a)
     with torch.no_grad(), _exact(x.device):
-        peak = x.abs().amax((-2, -1))
+        peak = torch.maximum(x.amax((-2, -1)), -x.amin((-2, -1)))
         finite = peak.isfinite()
         # A power of two divides exactly, and then no square can overflow or vanish.
-        scale = torch.exp2(torch.frexp(torch.where(finite & (peak > 0), peak, 1.0))[1] - 1.0)
-        x = torch.where(finite[:, None, None], x / scale[:, None, None], 0.0)
+        exponent = torch.frexp(torch.where(finite & (peak > 0), peak, 1.0))[1].to(x.dtype)
+        scale = torch.exp2(exponent - 1)
+        x = x / scale[:, None, None]
+        if not bool(finite.all()):
+            x[~finite] = 0
         x = x if x.shape[-2] >= x.shape[-1] else x.mT
         if x.shape[-1] <= _DENSE:
             norm = _dense_norm(x)
@@ -112,7 +116,7 @@ def start_block(a: Tensor, size: int = _BLOCK) -> Tensor:
     x, lead = _matrices(a)
     m, n = x.shape[-2:]
     v = _gaussian(n, min(size, m, n), like=x).expand(x.shape[0], -1, -1)
-    for _ in range(4):
+    for _ in range(12):
         _, v = track_norm(x, v)
     return v.reshape(*lead, *v.shape[-2:])
 
@@ -219,20 +223,15 @@ def _lanczos_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     """Block Lanczos on XᵀX with full reorthogonalisation; the basis is kept as rows."""
     batch, _, n = x.shape
     b, most = _BLOCK, n // (2 * _BLOCK)
-    # The bound below is for σ² and overestimates; the Rayleigh quotient itself costs ~eps.
+    # The error bound is for σ² and pessimistic; the Rayleigh quotient itself is good to ~eps.
     tolerance = 5e-7 if x.dtype == torch.float32 else 5e-13
     basis = x.new_empty(batch, (most + 1) * b, n)
     tri = x.new_zeros(batch, (most + 1) * b, (most + 1) * b)
     basis[:, :b] = torch.linalg.qr(_gaussian(n, b, like=x))[0].mT
     norm = x.new_zeros(batch, dtype=torch.float64)
-    done = torch.zeros(batch, dtype=torch.bool, device=x.device)
-    check = 8
+    todo = torch.arange(batch, device=x.device)
     for k in range(most):
-        old, now, new = (
-            slice((k + 1) * b),
-            slice(k * b, (k + 1) * b),
-            slice((k + 1) * b, (k + 2) * b),
-        )
+        old, now, new = (slice(i * b, j * b) for i, j in ((0, k + 1), (k, k + 1), (k + 1, k + 2)))
         q = basis[:, old]
         w = (basis[:, now] @ x.mT) @ x
         h = w @ q.mT
@@ -243,23 +242,33 @@ def _lanczos_norm(x: Tensor) -> tuple[Tensor, Tensor]:
         r = r_again @ r
         basis[:, new] = w.mT
         tri[:, new, now], tri[:, now, new] = r, r.mT
-        if k + 1 < min(check, most):
+        if k < 7 and k + 1 < most:
             continue
-        check += max(2, check // 5)
-        theta, y = (t.flip(-1) for t in torch.linalg.eigh(tri[:, old, old]))
-        # λ_1 − θ_1 ≤ sqrt(g²/4 + ‖R_j‖²) − g/2 for the residual R_j of the top j Ritz vectors and
-        # the gap g = θ_1 − θ_{j+1}; the best j sees through a cluster at the top.
-        residual = (r @ y[:, now, :b]).square().sum(-2).cumsum(-1)
-        gap = theta[:, :1] - theta[:, 1 : b + 1]
-        error = (residual / (((gap / 2).square() + residual).sqrt() + gap / 2)).nan_to_num(0.0)
-        converged = error.amin(-1) <= tolerance * theta[:, 0].clamp_min(0)
-        ritz = y[:, None, :, 0] @ q
-        length = (ritz @ x.mT).double().norm(dim=(-2, -1)) / ritz.double().norm(dim=(-2, -1))
-        norm = torch.where(done, norm, length)
-        done = done | converged
-        if bool(done.all()):
+        # Eigensolvers would dominate the cost, so the slowest matrix answers for all until it
+        # has converged.
+        if k > 7 and bool((_ritz(tri[todo[:1], old, old], r[todo[:1]])[0] > tolerance).any()):
+            continue
+        error, y = _ritz(tri[todo, old, old], r[todo])
+        for i, vector in zip(todo[error <= tolerance].tolist(), y[error <= tolerance], strict=True):
+            ritz = vector @ q[i]
+            norm[i] = (x[i] @ ritz).double().norm() / ritz.double().norm()
+        error, order = error.sort(descending=True)
+        todo = todo[order][error > tolerance]
+        if not len(todo):
             break
-    return norm, done
+    return norm, torch.ones_like(norm, dtype=torch.bool).index_fill_(0, todo, False)
+
+
+def _ritz(tri: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """The top Ritz vector of a block Lanczos step and a relative bound on its value's error."""
+    b = r.shape[-1]
+    theta, y = (t.flip(-1) for t in torch.linalg.eigh(tri))
+    # λ_1 − θ_1 ≤ sqrt(g²/4 + ‖R_j‖²) − g/2 for the residual R_j of the top j Ritz vectors and
+    # the gap g = θ_1 − θ_{j+1}; the best j sees through a cluster at the top.
+    residual = (r @ y[:, -b:, :b]).square().sum(-2).cumsum(-1)
+    gap = theta[:, :1] - theta[:, 1 : b + 1]
+    error = residual / (((gap / 2).square() + residual).sqrt() + gap / 2)
+    return (error.nan_to_num(0.0).amin(-1) / theta[:, 0]).nan_to_num(0.0), y[..., 0]
 
 
 def _orthonormalise(x: Tensor, guess: Tensor | None) -> Tensor:
@@ -358,9 +367,8 @@ def _minimax_quintic(low: float, high: float) -> Quintic:
     q, r = (3 * low + high) / 4, (low + 3 * high) / 4
     for _ in range(30):
         rows = [[x, x**3, x**5, s] for x, s in ((low, 1.0), (q, -1.0), (r, 1.0), (high, -1.0))]
-        system = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        one = torch.ones(4, dtype=torch.float64, device="cpu")
-        a, b, c, _ = torch.linalg.solve(system, one).tolist()
+        # In numpy: a tensor would follow the caller's default device and tracing modes.
+        a, b, c, _ = np.linalg.solve(np.array(rows), np.ones(4)).tolist()
         root = math.sqrt(max(0.0, 9 * b * b - 20 * a * c))
         q, r = (math.sqrt((-3 * b + sign * root) / (10 * c)) for sign in (-1, 1))
     return a, b, c
