@@ -404,6 +404,8 @@ def _show(rows: set[int]) -> str:
 
 
 def _check_role(call: Call, p: Projection, tensor: Tensor, transformed: bool, mixed: bool) -> str:
+    if not bool(torch.isfinite(tensor).all()):
+        raise OracleError(f"{p.role}: what reaches the product is not finite")
     arrangements = list(_arranged(tensor, p.heads, p.head_dim))
     if not arrangements:
         raise OracleError(
@@ -430,6 +432,13 @@ def _check_role(call: Call, p: Projection, tensor: Tensor, transformed: bool, mi
     return level or "support"
 
 
+def _piece(call: Call, where: str) -> Tensor:
+    number, part = where.split(".")
+    if part in ("left", "right"):
+        return getattr(call.products[int(number)], part)  # type: ignore[no-any-return]
+    return call.triples[int(number)]["qkv".index(part)]  # type: ignore[return-value]
+
+
 def _of(option: str | Mapping[str, str], site: Site) -> str:
     return option if isinstance(option, str) else option.get(site.cls.rsplit(".", 1)[-1], "")
 
@@ -442,6 +451,7 @@ def check(
     transformed: str | Mapping[str, str] = "",
     mixed: str | Mapping[str, str] = "",
     unused: Iterable[str] = (),
+    pieces: Mapping[str, tuple[Mapping[str, str], ...]] | None = None,
 ) -> list[Verdict]:
     """Hold every site of ``model`` against a forward pass; raise :class:`OracleError` if one fails.
 
@@ -449,6 +459,10 @@ def check(
     normalisation, pooling) changes between projection and product, so that only the gradient can
     be compared; ``mixed`` those where it also mixes heads. Both may be given per class (short
     name). ``unused`` are paths of sites that this forward pass never runs.
+    ``pieces`` is for classes (short name) that compute an attention in several products, as sparse
+    and landmark attention do: for each of the module's sites, where each role is to be found, as
+    "3.k" (the key of the fourth attention seen) or "3.left", "3.right" (an operand of the fourth
+    product that may start one).
     The model should be in eval mode, in float64, with no parameter between at zero.
     """
     found = list(inspect(model).sites if sites is None else sites)
@@ -464,16 +478,19 @@ def check(
             raise OracleError(f"{site.path}: its forward never ran")
         call = mine[0]
         here = [s for s in found if s.module is site.module]
-        if len(call.triples) != len(here):
+        short = site.cls.rsplit(".", 1)[-1]
+        if pieces and short in pieces:
+            captured = {r: _piece(call, w) for r, w in pieces[short][here.index(site)].items()}
+        elif len(call.triples) != len(here):
             raise OracleError(
                 f"{site.path} ({site.cls}): {len(here)} sites, but {len(call.triples)} attention "
                 f"products seen (and {len(call.products)} products that may be parts of some)"
             )
-        first, second, third, fused = call.triples[here.index(site)]
-        if site.kind == "linear" and not fused:  # q (kT v): v is k's partner in the first product
-            captured = {"q": third, "k": second, "v": first}
         else:
+            first, second, third, fused = call.triples[here.index(site)]
             captured = {"q": first, "k": second, "v": third}
+            if site.kind == "linear" and not fused:  # q (kT v): v meets k in the first product
+                captured = {"q": third, "k": second, "v": first}
         levels = {}
         for p in site.projections:
             try:

@@ -19,6 +19,7 @@ _FUSED = re.compile(
     r"|^(c_attn|W_pack|qkv_proj|in_proj_weight|att_proj)$"
 )
 _QUERY = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(q|query|queries|Q)(_proj|_lin|_linear)?$")
+_VALUE = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(v|value|values|V)(_proj|_lin|_linear)?$")
 _KEY = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(k|key|keys|K)(_proj|_lin|_linear)?$")
 
 
@@ -166,7 +167,10 @@ def inspect(model: nn.Module) -> Plan:
 def _sites_of(module: nn.Module) -> tuple[Site, ...] | None:
     """The sites of a module; None if it is unknown, () if an adapter says there is no attention."""
     adapter = find_adapter(module)
-    found = adapter(module) if adapter else structural.match(module)
+    try:
+        found = adapter(module) if adapter else structural.match(module)
+    except AttributeError as error:  # a subclass, or another version, that keeps them elsewhere
+        raise UnsupportedAttentionError(f"not as its adapter expects it: {error}") from error
     if found is None:
         return None
     return (found,) if isinstance(found, Site) else tuple(found)
@@ -199,7 +203,11 @@ def _looks_like_attention(module: nn.Module) -> str | None:
     weights = [n for n in names if n not in module._modules or _has_parameters(module._modules[n])]
     if fused := [n for n in weights if _FUSED.match(n)]:
         return f"no adapter for this class; the order of rows in '{fused[0]}' cannot be guessed"
-    if any(_QUERY.match(n) for n in weights) and any(_KEY.match(n) for n in weights):
+    query, key, value = (any(map(p.match, weights)) for p in (_QUERY, _KEY, _VALUE))
+    # One of the roles may be missing: learned queries, or keys and values of another layer. That
+    # is told from a scoring head or a vector of queries by the class's name alone.
+    half = query or (key and value and "receptance" not in weights)  # which is RWKV's
+    if (query and key) or (half and "Attention" in class_name(module).rpartition(".")[2]):
         return "no adapter for this class; its query, key and value were not recognised"
     return None
 

@@ -79,6 +79,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "grounding_dino.GroundingDinoBiMultiHeadAttention",
         "mm_grounding_dino.MMGroundingDinoBiMultiHeadAttention",
     ),
+    "mLSTM: a gated recurrence, it has no attention matrix": (
+        "xlstm.xLSTMLayer",
+        "xlstm.mLSTMLayer",
+    ),
     _UNPROVEN: ("mra.MraSelfAttention", "yoso.YosoSelfAttention"),
     "Q and K share one weight, and only K is normalised": ("reformer.LSHSelfAttention",),
     "Q, K and V are parameters of three axes (in, heads, head_dim), not matrices": (
@@ -86,6 +90,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "differential attention: two products share Q and K, each with half of V": (
         "diffllama.DiffLlamaAttention",
+    ),
+    "tokens are assigned to groups: the softmax runs over queries and is then made hard": (
+        "groupvit.GroupViTAssignAttention",
     ),
     "the query is a mixture of experts, one weight for each": ("jetmoe.JetMoeAttention",),
     "a convolution mixes tokens and channels between the projections and the product": (

@@ -316,6 +316,7 @@ def gated_query(module: Any) -> Site:
 
 
 @_models(
+    "gemma3n.Gemma3nTextAttention",
     "gemma4.Gemma4TextAttention",
     "gemma4_unified.Gemma4UnifiedTextAttention",
     "diffusion_gemma.DiffusionGemmaEncoderTextAttention",
@@ -328,7 +329,29 @@ def shared_value(module: Any) -> Site:
     kv_heads = k.weight.shape[0] // dim if k is not None else None
     heads = module.q_proj.weight.shape[0] // dim
     site = separate(module.q_proj, k, v, heads=heads, kv_heads=kv_heads)
+    if k is None:
+        return replace(site, layout="separate, k and v of another layer")
     return replace(site, layout="separate" if v is not None else "separate, k is v")
+
+
+@_models("gemma4.Gemma4AudioAttention", "gemma4.Gemma4VisionAttention")
+def clippable(module: Any) -> Site:
+    """Linear projections inside modules that may clip what goes in and comes out."""
+    dim = module.head_dim
+    q, k, v = (p.linear for p in (module.q_proj, module.k_proj, module.v_proj))
+    rows, kv_rows = q.weight.shape[0], k.weight.shape[0]
+    return separate(q, k, v, heads=rows // dim, kv_heads=kv_rows // dim)
+
+
+@_models("moshi.MoshiAttention")
+def moshi(module: Any) -> Site:
+    """Linear projections in a wrapper; the depth decoder has one for each codebook instead."""
+    if module.q_proj.use_flexible_linear:
+        raise UnsupportedAttentionError(
+            "each position has projections of its own, one for each codebook"
+        )
+    q, k, v = (p.linear for p in (module.q_proj, module.k_proj, module.v_proj))
+    return separate(q, k, v, heads=module.num_heads, kv_heads=module.num_key_value_heads)
 
 
 @_models("cvt.CvtSelfAttention")
