@@ -173,7 +173,8 @@ def separate(
         owner, axis = _weight_of(owner, name)
         size = raw_parameter(owner, name).shape[axis]
         count = heads if role == "q" or kv_heads is None else kv_heads
-        rows = torch.arange(size).view(count, _divide(size, count, role.upper()))
+        rows = torch.arange(size, device="cpu")  # whatever the default device is
+        rows = rows.view(count, _divide(size, count, role.upper()))
         projections.append(Projection(role, owner, rows, name, axis))
     return Site(tuple(projections), "separate", kind)
 
@@ -214,7 +215,7 @@ def fused(
             f"fused weight has {size} rows, {order} with {count} heads of {dim} needs {total}"
         )
     rows: dict[str, Tensor] = {}
-    index = torch.arange(start, start + total)
+    index = torch.arange(start, start + total, device="cpu")
     if head_major:
         if len(set(count.values())) != 1:
             raise UnsupportedAttentionError("head-major weights need as many K, V as Q heads")
