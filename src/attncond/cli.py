@@ -139,7 +139,7 @@ def demo(
         int | None, typer.Option(min=1, help="Runs per variant.  [default: 3]")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs per run.  [default: 30]")
+        int | None, typer.Option(min=1, help="Epochs per run.  [default: 25]")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One seed, three epochs.")] = False,
     as_json: Json = False,
@@ -153,7 +153,7 @@ def demo(
     from attncond.demo import Demo
 
     seeds = seeds or (1 if quick else 3)
-    epochs = epochs or (3 if quick else 30)
+    epochs = epochs or (3 if quick else 25)
     command = f"attncond demo --seeds {seeds} --epochs {epochs}"
     with _mistakes(debug):
         study = Demo(out, seeds, epochs, command)

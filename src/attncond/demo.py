@@ -1,8 +1,9 @@
 """The demo: a small ViT learns to read digits, stock and conditioned, from the same start.
 
 Everything but the method is the same for each variant at a given seed: initial weights, order of
-the data, learning rate, number of steps. The learning rate was chosen for the stock model. The
-accuracy reported is the last epoch's, never the best one's.
+the data, learning rate, number of steps. The learning rate is the best of 1, 2, 4 and 8e-3 for the
+stock model, with a seed that is not among the demo's. The accuracy reported is the last epoch's,
+never the best one's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -92,11 +94,13 @@ def condition_numbers(model: nn.Module) -> list[float]:
     >>> len(condition_numbers(nn.MultiheadAttention(8, 2)))  # W_Q, W_K and W_V
     3
     """
-    return [
-        float(torch.linalg.cond(p.matrix(getattr(p.owner, p.name)).flatten(0, 1).double()))
-        for site in inspect(model)
-        for p in site.projections
-    ]
+    kappas = []
+    for site in inspect(model):
+        for p in site.projections:
+            matrix = p.matrix(getattr(p.owner, p.name)).flatten(0, 1).double()
+            diverged = not bool(torch.isfinite(matrix).all())
+            kappas.append(math.nan if diverged else float(torch.linalg.cond(matrix)))
+    return kappas
 
 
 @torch.no_grad()
@@ -171,7 +175,7 @@ class Demo:
 
     out: Path
     seeds: int = 3
-    epochs: int = 30
+    epochs: int = 25
     command: str = "attncond demo"
     runs: list[Run] = field(default_factory=list)
 
@@ -216,12 +220,12 @@ class Demo:
 
     def write(self) -> None:
         """results.json, whole at any moment: a reader never meets half of it."""
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=True)
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
         replace_file(self.out / "results.json", text.encode())
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was done and found, as plain data."""
-        return {
+        facts = {
             "command": self.command,
             "complete": self.complete,
             "data": "scikit-learn digits, 8x8; 1,257 to train, 540 to test, fixed split",
@@ -239,6 +243,8 @@ class Demo:
             "summary": self.summary(),
             "runs": self.runs,
         }
+        plain: dict[str, Any] = _without_nan(facts)
+        return plain
 
     def summary(self) -> list[dict[str, Any]]:
         """One row for each variant that has a run; κ over all projections of all seeds."""
@@ -275,18 +281,17 @@ class Demo:
             if not pairs:
                 continue
             mean, wins = statistics.fmean(pairs), sum(d > 0 for d in pairs)
-            word = "gained" if mean > 0 else "lost"
             line = (
-                f"{variant} {word} {abs(mean):.2f} points against stock on average "
-                f"(ahead with {wins} of {len(pairs)} {'seed' if len(pairs) == 1 else 'seeds'})"
+                f"{variant}: {mean:+.2f} points against stock on average, "
+                f"ahead with {wins} of {len(pairs)} {'seed' if len(pairs) == 1 else 'seeds'}"
             )
             if len(pairs) > 1 and abs(mean) < statistics.stdev(pairs):
-                line += ", which is less than the seeds differ"
+                line += "; less than the seeds differ, so no difference was shown"
             lines.append(line + ".")
         if not lines:
             return "Nothing to compare yet."
         lines.append(
-            "540 test images, one small model, one learning rate: an illustration, not evidence."
+            "A small model, 540 test images, one learning rate: an illustration, not evidence."
         )
         return "\n".join(lines)
 
@@ -305,6 +310,15 @@ def replace_file(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON knows neither NaN (a run that diverged) nor infinity (κ of a singular matrix)."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _unwritable(path: Path, error: OSError) -> DemoError:

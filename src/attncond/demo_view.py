@@ -6,6 +6,7 @@ import io
 import statistics
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from attncond.demo import VARIANTS, Demo
@@ -27,25 +28,25 @@ def kappa_text(value: float) -> str:
 
 def _median_and_worst(row: dict[str, Any], when: str) -> str:
     values = (row[f"kappa_{when}_median"], row[f"kappa_{when}_worst"])
-    return " / ".join(kappa_text(value) for value in values)
+    return "/".join(kappa_text(value) for value in values)
 
 
 def table(demo: Demo) -> Table:
     """Accuracy, κ and time of each variant, over the seeds that are done."""
     done = f"{len(demo.runs)} of {demo.seeds * len(VARIANTS)} runs"
-    shown = Table(title=f"ViT on digits, {demo.epochs} epochs, {done}", title_justify="left")
-    shown.add_column("variant")
-    shown.add_column("test accuracy %\nmean ± std (seeds)", justify="right")
-    shown.add_column("κ before training\nmedian / worst", justify="right")
-    shown.add_column("κ after training\nmedian / worst", justify="right")
-    shown.add_column("seconds\nper run", justify="right")
+    title = f"ViT on digits, {demo.epochs} epochs, {demo.seeds} seeds, {done}"
+    # Narrow enough for 80 columns, where rich would cut the names of the variants.
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    shown.add_column("variant", no_wrap=True)
+    shown.add_column("accuracy %\nmean ± std", justify="right", no_wrap=True)
+    shown.add_column("κ at start\nmedian/worst", justify="right", no_wrap=True)
+    shown.add_column("κ at end\nmedian/worst", justify="right", no_wrap=True)
+    shown.add_column("seconds\na run", justify="right", no_wrap=True)
     for row in demo.summary():
         std = row["accuracy_std"]
         shown.add_row(
             row["variant"],
-            f"{row['accuracy_mean']:.2f}"
-            + (f" ± {std:.2f}" if std is not None else "")
-            + f" ({row['seeds']})",
+            f"{row['accuracy_mean']:.2f}" + (f" ± {std:.2f}" if std is not None else ""),
             _median_and_worst(row, "start"),
             _median_and_worst(row, "trained"),
             f"{row['seconds_mean']:.1f}",
@@ -82,7 +83,7 @@ def figure(demo: Demo) -> bytes:
     curves.set(xlabel="epoch", ylabel="test accuracy (%)", title=f"Digits, small ViT ({band})")
     curves.set_ylim(0, 101)
     curves.set_xlim(1, max(demo.epochs, 2))
-    curves.legend(loc="lower right", frameon=False, title="variant, last epoch")
+    curves.legend(loc="center right", frameon=False, title="variant, last epoch")
 
     for place, row in enumerate(rows):
         for offset, when, alpha in ((-0.2, "start", 0.45), (0.2, "trained", 1.0)):
@@ -92,7 +93,7 @@ def figure(demo: Demo) -> bytes:
             bars.vlines(x, median, worst, color="black", linewidth=1)
             bars.plot(x, worst, marker="_", color="black", markersize=9)
             bars.annotate(
-                kappa_text(median),
+                f"{kappa_text(median)}\n({kappa_text(worst)})",
                 (x, worst),
                 xytext=(0, 4),
                 textcoords="offset points",
@@ -101,12 +102,10 @@ def figure(demo: Demo) -> bytes:
             )
     bars.set_yscale("log")
     top = max((row[f"kappa_{w}_worst"] for row in rows for w in ("start", "trained")), default=10)
-    bars.set_ylim(0.8, top * 4)
+    bars.set_ylim(0.8, top * 8)
     bars.set_xticks(range(len(rows)), [row["variant"] for row in rows])
-    bars.set_ylabel("κ of the whole projections W_Q, W_K, W_V")
-    bars.set_title(
-        "pale: before training, full: after\nbar and number: median, line: worst", fontsize=9
-    )
+    bars.set_ylabel("κ of the whole projections")
+    bars.set_title("κ at start (pale) and end: median (worst)")
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
