@@ -31,6 +31,8 @@ from attncond.weights import (
     take,
 )
 
+# Optimizer steps between two polar factors computed anew; in between they are tracked.
+_ANCHOR_EVERY = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -159,9 +161,8 @@ class Handle:
     def refresh(self) -> None:
         """Bring the polar factor up to date with the weights; λI has nothing to refresh."""
         self._check_alive()
-        if self.method.correction != "polar":
-            return
-        refresh(self._weights)
+        if self.method.correction == "polar":
+            refresh(self._weights, anchor=True)
 
     def certificates(self, *, exact: bool = True) -> list[Certificate]:
         """A row for each conditioned matrix: the bound on its κ, and its κ unless ``exact=False``.
@@ -238,10 +239,11 @@ class Handle:
             self._age = int(first.buffer("age").item())
             self._seen_loads = loads(first.owner)
         self._age += 1
-        for weight in self._weights:
-            weight.buffer("age").fill_(self._age)
-        if self._age % self.method.refresh_every == 0:
-            self.refresh()
+        torch._foreach_add_([weight.buffer("age") for weight in self._weights], 1)
+        every = self.method.refresh_every
+        if self._age % every == 0:
+            anchor = self._age // _ANCHOR_EVERY != (self._age - every) // _ANCHOR_EVERY
+            refresh(self._weights, anchor)
 
 
 def _method(method: Spectral | Mapping[str, Any]) -> Spectral:

@@ -75,7 +75,9 @@ def condition_number(a: Tensor) -> Tensor:
         return torch.where(finite, kappa, math.nan).reshape(lead)
 
 
-def polar(a: Tensor, norm: Tensor | None = None, near: Tensor | None = None) -> Tensor:
+def polar(
+    a: Tensor, norm: Tensor | None = None, near: Tensor | None = None, *, tf32: bool = False
+) -> Tensor:
     """Return the orthogonal polar factor U of each matrix: ``(..., m, n) -> (..., m, n)``.
 
     U = PQᵀ for the thin SVD A = PSQᵀ, so A + σ_max·U has condition number at most 2 (Thm 3.5 of
@@ -85,6 +87,8 @@ def polar(a: Tensor, norm: Tensor | None = None, near: Tensor | None = None) -> 
     which makes U the exact factor of a matrix within about 1e-6·σ_max of A. bf16 and fp16 are
     answered in float32. ``norm``, shape ``(...)``, is σ_max if it is already known (to 4%);
     ``near``, shape ``(..., m, n)``, is an earlier factor to keep where A itself does not decide.
+    ``tf32`` lets CUDA iterate in TF32: several times faster, orthonormal all the same, but the
+    factor of a matrix that is only within about 1e-3·σ_max of A.
 
     >>> polar(torch.tensor([[0.0, -3.0], [5.0, 0.0]])).round(decimals=4)
     tensor([[ 0., -1.],
@@ -101,9 +105,9 @@ def polar(a: Tensor, norm: Tensor | None = None, near: Tensor | None = None) -> 
         x = x / sigma[:, None, None] / _HEADROOM
         guess = None if near is None else near.to(x).reshape(shape)
         if shape[-2] >= shape[-1]:
-            x = _orthonormalise(x, guess)
+            x = _orthonormalise(x, guess, tf32)
         else:
-            x = _orthonormalise(x.mT.contiguous(), None if guess is None else guess.mT)
+            x = _orthonormalise(x.mT.contiguous(), None if guess is None else guess.mT, tf32)
         return (x if shape[-2] >= shape[-1] else x.mT).reshape(*lead, *shape[-2:])
 
 
@@ -271,7 +275,7 @@ def _ritz(tri: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     return (error.nan_to_num(0.0).amin(-1) / theta[:, 0]).nan_to_num(0.0), y[..., 0]
 
 
-def _orthonormalise(x: Tensor, guess: Tensor | None) -> Tensor:
+def _orthonormalise(x: Tensor, guess: Tensor | None, tf32: bool) -> Tensor:
     """Drive every singular value of tall X, ‖X‖ ≤ 1, to one."""
     m, n, eps = *x.shape[-2:], torch.finfo(x.dtype).eps
     rounds = _schedule(_RESOLVED, 1.0, 8, _CUSHION)
@@ -287,10 +291,12 @@ def _orthonormalise(x: Tensor, guess: Tensor | None) -> Tensor:
             g = 0.5 * min(1.0, eps / _RESOLVED**attempt) * g  # a half keeps ‖X‖ ≤ 1
             g = g - x @ (x.mT @ g)
             x = (x + g - (g @ x.mT) @ x) / _HEADROOM
-        for coefficients in rounds:
-            x = _step(x, coefficients)
+        with _exact(x.device, tf32):
+            for coefficients in rounds:
+                x = _step(x, coefficients)
         for _ in range(4):
-            x = _closing_step(x)
+            with _exact(x.device, tf32):
+                x = _closing_step(x)
             defect = torch.linalg.matrix_norm(_defect(x))
             left = ~(defect <= eps * (n + 10))
             if not bool((left & (defect < 0.5)).any()):  # all done, or too far for this step

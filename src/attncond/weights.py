@@ -156,7 +156,7 @@ def _blank(weight: Weight) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def refresh(weights: list[Weight]) -> None:
+def refresh(weights: list[Weight], anchor: bool) -> None:
     """Bring every polar factor up to date with its weight, all of one shape together."""
     for batch in _batches(weights):
         matrix = torch.stack([item.matrix for item in batch])
@@ -166,7 +166,7 @@ def refresh(weights: list[Weight]) -> None:
             [take(item.weight.buffer("correction"), item.index) for item in batch]
         )
         state = PolarState(correction / norm[:, None, None], norm, block)
-        _store(batch, follow(matrix, state))
+        _store(batch, follow(matrix, state, anchor))
 
 
 def _store(
@@ -174,13 +174,16 @@ def _store(
 ) -> None:
     """Write the polar state of a batch into buffers, new ones or the owners' own."""
     correction = state.factor * state.norm[:, None, None]
-    for i, item in enumerate(batch):
-        weight = item.weight
-        parts = ("correction", "norm", "block")
-        buffers = blank[id(weight)] if blank else {p: weight.buffer(p) for p in parts}
-        _put(buffers["correction"], item.index, correction[i])
-        buffers["norm"][item.which] = state.norm[i]
-        buffers["block"][item.which] = state.block[i]
+    targets, values = [], []
+    for item, *new in zip(batch, correction, state.norm, state.block, strict=True):
+        get = blank[id(item.weight)].__getitem__ if blank else item.weight.buffer
+        if _is_range(item.index):
+            targets.append(take(get("correction"), item.index))
+        else:
+            _put(get("correction"), item.index, new.pop(0))
+        targets += [get("norm")[item.which], get("block")[item.which]]
+        values += new
+    torch._foreach_copy_(targets, values)  # one launch, not three for every matrix
 
 
 def like_parameter(value: Tensor, raw: Tensor) -> Tensor:

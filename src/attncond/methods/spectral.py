@@ -24,7 +24,7 @@ from attncond.errors import ConditioningError
 from attncond.linalg import polar, spectral_norm, start_block, track_norm, track_polar
 
 # A tracked norm comes from below, and an overestimate costs nothing: κ = (2 + η)/(1 + η) < 2.
-_TRACKING_MARGIN = 1.002
+_TRACKING_MARGIN = 1.003
 
 
 class PolarState(NamedTuple):
@@ -147,11 +147,19 @@ class Spectral:
         return torch.full_like(norm, 0.5 if self.preserve_norm else 1.0), state
 
 
-def follow(matrix: Tensor, state: PolarState) -> PolarState:
-    """The polar state after the weights moved a little: a few products, no synchronisation."""
+def follow(matrix: Tensor, state: PolarState, anchor: bool) -> PolarState:
+    """The polar state (b, m, n) after the weights moved a little.
+
+    Tracking costs a few products and no synchronisation, but cannot take in a singular value that
+    passes through zero; ``anchor`` computes the factor anew and does.
+    """
     norm, block = track_norm(matrix, state.block)
     norm = norm * _TRACKING_MARGIN
-    return PolarState(track_polar(matrix, state.factor, norm), norm, block)
+    if anchor and bool(matrix.isfinite().all()):  # diverged weights stay the training's business
+        factor = polar(matrix, norm, near=state.factor, tf32=True)
+    else:
+        factor = track_polar(matrix, state.factor, norm)
+    return PolarState(factor, norm, block)
 
 
 def shift_certificate(lam: float, norm: float) -> float:

@@ -1,0 +1,38 @@
+"""What every benchmark writes beside its figures: the command, the versions and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attncond
+
+
+def write(path: Path, figures: dict[str, Any]) -> None:
+    """Write figures with their circumstances as JSON, whole or not at all."""
+    hardware = {"cpu_cores": os.cpu_count(), "machine": platform.machine()}
+    if torch.cuda.is_available():
+        hardware["gpu"] = torch.cuda.get_device_name()
+    else:
+        hardware["torch_threads"] = torch.get_num_threads()
+    versions = {"attncond": attncond.__version__, "torch": torch.__version__}
+    versions["python"] = platform.python_version()
+    for name in ("timm", "transformers"):
+        if name in sys.modules:
+            versions[name] = sys.modules[name].__version__
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "versions": versions,
+        "hardware": hardware,
+        **figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)

@@ -1,0 +1,165 @@
+"""Training-step time and memory of conditioned against stock attention, in one run.
+
+    python benchmarks/step_time.py                      # ViT-B/16, batch 256, bf16, compiled, CUDA
+    python benchmarks/step_time.py --model vit_tiny_patch16_224 --batch 4 --rounds 2 --steps 4 ...
+
+Variants take turns within each round; a ratio is the median over rounds of time / stock time of the
+same round, so that clocks and temperature cancel. Two stock models show the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+from _record import write
+from torch import nn
+
+import attncond as ac
+from attncond.conditioning import Handle
+
+
+@dataclass
+class Variant:
+    """A model in training, and what it does after each optimizer step."""
+
+    name: str
+    model: nn.Module
+    step: Callable[[], None]
+    handle: Handle | None
+    few: bool = False  # too slow for as many steps as the others
+
+
+def svd_refresh(handle: Handle) -> None:
+    """Thm 3.5 as the paper computes it: one SVD for each matrix."""
+    for weight in handle._weights:
+        matrix = weight.raw.detach()
+        for _, index in weight.correction.matrices():
+            part = matrix[index.to(matrix.device)]
+            u, s, vh = torch.linalg.svd(part, full_matrices=False)
+            weight.buffer("correction")[index.to(matrix.device)] = s[0] * (u @ vh)
+
+
+def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
+    """One variant, ready to train on its own copy of the same weights."""
+    torch.manual_seed(0)
+    model = timm.create_model(args.model).to(device)
+    methods = {
+        "identity": ac.Spectral(),
+        "paper": ac.Spectral.paper(),
+        "polar": ac.Spectral.paper_svd(),
+        "polar_scratch": ac.Spectral.paper_svd(),
+        "polar_svd": ac.Spectral.paper_svd(),
+        "polar_every_10": ac.Spectral(correction="polar", preserve_norm=False, refresh_every=10),
+        "folded": ac.Spectral(),
+    }
+    handle = ac.condition(model, methods[name]) if name in methods else None
+    if name == "folded":
+        assert handle is not None
+        handle.fold()
+        handle = None
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=fused)
+    if handle and name in ("polar", "polar_every_10"):
+        handle.attach(optimizer)
+    compiled = torch.compile(model) if args.compile else model
+    generator = torch.Generator().manual_seed(1)
+    size = model.pretrained_cfg["input_size"]
+    images = torch.randn(args.batch, *size, generator=generator).to(device)
+    labels = torch.randint(1000, (args.batch,), generator=generator).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(compiled(images), labels)
+        loss.backward()
+        optimizer.step()
+        if name == "polar_scratch":
+            assert handle is not None
+            handle.calibrate()
+        elif name == "polar_svd":
+            assert handle is not None
+            svd_refresh(handle)
+
+    return Variant(name, model, step, handle, few=name in ("polar_svd", "polar_scratch"))
+
+
+def seconds(variant: Variant, steps: int, device: torch.device) -> float:
+    """Mean time of one step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        variant.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def peak_memory(variant: Variant) -> int:
+    """Bytes that one step needs at the most, beyond what lives between steps of other variants."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    own = sum(t.numel() * t.element_size() for t in variant.model.state_dict().values())
+    torch.cuda.reset_peak_memory_stats()
+    variant.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before + 3 * own  # weights and two Adam moments
+
+
+def main() -> None:
+    """Measure and write."""
+    names = "stock stock_again identity paper folded polar polar_every_10 polar_scratch polar_svd"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="vit_base_patch16_224")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--variants", nargs="+", default=names.split(), choices=names.split())
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks/step_time.json"))
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # what a training script sets
+
+    variants = []
+    for name in args.variants:
+        start = time.perf_counter()
+        variant = build(name, args, device)
+        seconds(variant, 2 if variant.few else args.warmup, device)
+        print(f"{name}: ready after {time.perf_counter() - start:.1f} s", flush=True)
+        variants.append(variant)
+
+    times: dict[str, list[float]] = {v.name: [] for v in variants}
+    for _ in range(args.rounds):
+        for v in variants:
+            times[v.name].append(seconds(v, min(args.steps, 3) if v.few else args.steps, device))
+    figures = {}
+    stock = peak_memory(variants[0]) if device.type == "cuda" else 0
+    for v in variants:
+        ratios = [a / b for a, b in zip(times[v.name], times["stock"], strict=True)]
+        row = {
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "milliseconds": 1e3 * statistics.median(times[v.name]),
+        }
+        if stock:
+            row["peak_memory_ratio"] = peak_memory(v) / stock
+        if v.handle:
+            row["kappa_max_float64"] = max(c.kappa or 0 for c in v.handle.certificates())
+        figures[v.name] = row
+        print(v.name, {k: round(x, 4) for k, x in row.items()}, flush=True)
+    settings = {k: str(x) if isinstance(x, Path) else x for k, x in vars(args).items()}
+    write(args.out, {"settings": settings, "device": device.type, "variants": figures})
+
+
+if __name__ == "__main__":
+    main()
