@@ -10,10 +10,11 @@ def main() -> None:
     try:
         from attncond.cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "click"):
+        missing = (error.name or "").split(".")[0]
+        if missing not in ("typer", "rich"):
             raise
         print(
-            f"attncond: the command line needs {error.name}, which is not installed: "
+            f"attncond: the command line needs {missing}, which is not installed: "
             "pip install 'attncond[cli]'",
             file=sys.stderr,
         )

@@ -205,7 +205,7 @@ def _finish_demo(study: Any, console: Console, *, as_json: bool, interrupted: bo
     if study.runs:
         replace_file(study.out / "figure.png", figure(study))
         console.print(table(study))
-        console.print(study.verdict(), markup=False, highlight=False)
+        console.print(study.verdict(), markup=False, highlight=False, soft_wrap=True)
         print_path = f"Written: {study.out / 'results.json'}, {study.out / 'figure.png'}"
         console.print(print_path, markup=False, highlight=False, soft_wrap=True)
     if interrupted:

@@ -37,7 +37,7 @@ VARIANTS: dict[str, Spectral | None] = {
     "Spectral.paper()": Spectral.paper(),
 }
 MODEL = {"patch_size": 2, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
-TRAINING = {"batch_size": 64, "lr": 4e-3, "weight_decay": 0.05, "warmup": 0.1, "smoothing": 0.1}
+TRAINING = {"batch_size": 64, "lr": 2e-3, "weight_decay": 0.05, "warmup": 0.1, "smoothing": 0.1}
 SPLIT_SEED = 0
 
 Run = dict[str, Any]

@@ -154,9 +154,7 @@ def _from_function(module_name: str, function_name: str) -> nn.Module:
         names = [n for n, value in vars(module).items() if callable(value)]
         raise SourceError(f"{module_name} has no '{function_name}'." + _close(function_name, names))
     if not callable(factory):
-        raise SourceError(
-            f"{where} is a {type(factory).__name__}, not a function without arguments"
-        )
+        raise SourceError(f"{where} is not a function but of type {type(factory).__name__}")
     try:
         model = factory()
     except Exception as error:
@@ -164,5 +162,7 @@ def _from_function(module_name: str, function_name: str) -> nn.Module:
             f"{where}() failed with {_one_line(error)} (--debug shows where)"
         ) from error
     if not isinstance(model, nn.Module):
-        raise SourceError(f"{where}() returned a {type(model).__name__}, not a torch.nn.Module")
+        raise SourceError(
+            f"{where}() returned no torch.nn.Module but a value of type {type(model).__name__}"
+        )
     return model
