@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -11,6 +13,11 @@ from torch import nn
 from attncond import adapters
 
 ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    ".".join(p.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    for p in (ROOT / "src").rglob("*.py")
+    if p.stem != "__main__"
+)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -48,3 +55,10 @@ def test_the_adapter_of_the_docs_takes_less_than_ten_lines() -> None:
 
 def test_blocks_are_found() -> None:
     assert python_blocks("x\n```python\na = 1\n```\n```sh\nb\n```\n") == [(3, "a = 1\n")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters.find_adapter(nn.Identity())
+    monkeypatch.setattr(adapters, "_REGISTRY", dict(adapters._REGISTRY))
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
