@@ -79,10 +79,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "grounding_dino.GroundingDinoBiMultiHeadAttention",
         "mm_grounding_dino.MMGroundingDinoBiMultiHeadAttention",
     ),
-    "mLSTM: a gated recurrence, it has no attention matrix": (
-        "xlstm.xLSTMLayer",
-        "xlstm.mLSTMLayer",
-    ),
+    "mLSTM: a gated recurrence, it has no attention matrix": ("xlstm.xLSTMLayer",),
     _UNPROVEN: ("mra.MraSelfAttention", "yoso.YosoSelfAttention"),
     "Q and K share one weight, and only K is normalised": ("reformer.LSHSelfAttention",),
     "Q, K and V are parameters of three axes (in, heads, head_dim), not matrices": (
