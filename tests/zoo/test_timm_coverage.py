@@ -19,6 +19,10 @@ REFUSED = {
     "timm.models.swiftformer.EfficientAdditiveAttention": "additive attention",
     "timm.models.volo.OutlookAttention": "no queries and keys",
 }
+# timm 1.0.29 has fewer models, and cannot build some of its own on the meta device.
+CURRENT = timm.is_model("iformer_t")
+if not CURRENT:
+    del REFUSED["timm.models.csatv2.SpatialTransformerBlock"]
 # Families without a query in them. `eca_halonext` and `lambda_resnet` are not of these.
 CONVNETS = ("convnext", "densenet", "efficientnet", "mixer", "mobilenetv3", "poolformer", "regnet")
 CONVNETS += ("convmixer", "dla", "ese_vovnet", "gmixer", "hrnet", "resnet1", "resnext", "vgg")
@@ -38,13 +42,15 @@ def swept() -> dict[str, Any]:
 
 
 def test_all_models_build(swept: dict[str, Any]) -> None:
-    assert swept["models_that_do_not_build"] == {}
-    assert swept["models"] == len(timm.list_models())
-    assert swept["models_with_attention"] > 650
+    failed = swept["models_that_do_not_build"]
+    assert all("meta tensor" in error for error in failed.values())
+    assert len(failed) <= (0 if CURRENT else 20)
+    assert swept["models"] + len(failed) == len(timm.list_models())
+    assert swept["models_with_attention"] > (670 if CURRENT else 640)
 
 
 def test_coverage(swept: dict[str, Any]) -> None:
-    assert swept["attention_modules"] > 12_900
+    assert swept["attention_modules"] > (13_000 if CURRENT else 12_400)
     assert swept["coverage"] >= 0.97
 
 
