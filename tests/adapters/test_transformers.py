@@ -177,6 +177,26 @@ def _decoder(module: nn.Module) -> Any:
     return module(noise(3, 10, 64), **_causal(noise(3, 10, 64)))
 
 
+class _SelectAll(nn.Module):
+    """Stands for the indexer of sparse attention: every token is selected."""
+
+    def forward(self, x: Tensor, position: Any, mask: Tensor, past: Any) -> Tensor:
+        return torch.zeros_like(mask)
+
+
+def _sparse() -> nn.Module:
+    sizes = {"n_heads": 2, "kv_heads": 1, "head_dim": 16, "budget": 4, "compress_ratio": 2}
+    config = _namespace(**{f"indexer_{name}": size for name, size in sizes.items()})
+    module = load("qwen4_exp.Qwen4ExpTextAttention")(config, 0)
+    module.indexer = _SelectAll()
+    return module
+
+
+def _selected(module: nn.Module) -> Any:
+    mask = torch.zeros(3, 1, 10, 10, dtype=torch.float64)
+    return module(noise(3, 10, 64), **_causal(noise(3, 10, 64)) | {"attention_mask": mask})
+
+
 def _florence() -> SimpleNamespace:
     return _namespace(embed_dim=[64], num_heads=[4], num_groups=[4], window_size=2)
 
@@ -335,6 +355,7 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict
         _masked,
         {},
     ),
+    "qwen4_exp.Qwen4ExpTextAttention": (_sparse, _selected, {"transformed": "qk"}),
     "gemma4.Gemma4AudioAttention": (_gemma4_audio, _chunks, {"transformed": "q"}),
     "esm.esmfold:EsmFoldSelfAttention": (
         lambda: load("esm.esmfold:EsmFoldSelfAttention")(64, 4, 16),

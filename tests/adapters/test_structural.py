@@ -1,0 +1,147 @@
+"""Separate projections are matched by names and shapes, and only where both agree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attncond.adapters import structural
+from attncond.errors import UnsupportedAttentionError
+from attncond.inspection import inspect
+
+
+def attention(
+    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+    sizes: tuple[int, int, int] = (12, 12, 12),
+    *,
+    cls: str = "Attention",
+    inputs: tuple[int, int, int] = (8, 8, 8),
+    children: tuple[str, ...] = (),
+    **attributes: Any,
+) -> nn.Module:
+    module = type(cls, (nn.Module,), {})()
+    for name, rows, columns in zip(names, sizes, inputs, strict=True):
+        setattr(module, name, nn.Linear(columns, rows))
+    for name in children:
+        setattr(module, name, nn.Linear(4, 4))
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize("names", structural.TRIPLES)
+def test_every_triple_of_names(names):
+    site = structural.match(attention(names, num_heads=3))
+    assert [p.role for p in site.projections] == ["q", "k", "v"]
+    assert [p.rows.shape for p in site.projections] == [(3, 4)] * 3
+    assert site.kind == "self"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "heads"),
+    [
+        ({"num_heads": 3}, 3),
+        ({"head_dim": 6}, 2),
+        ({"num_heads": 3, "head_dim": 4}, 3),
+        ({"config": SimpleNamespace(num_attention_heads=6)}, 6),
+        ({"config": SimpleNamespace(encoder_attention_heads=2)}, 2),
+        # What the module says goes before its config, which may speak of another layer.
+        ({"head_dim": 4, "config": SimpleNamespace(num_attention_heads=2)}, 3),
+        ({"num_heads": True, "head_dim": 3}, 4),
+    ],
+)
+def test_heads_are_told_by_module_or_config(attributes, heads):
+    assert structural.match(attention(**attributes)).heads == heads
+
+
+def test_grouped_queries():
+    site = structural.match(attention(sizes=(12, 4, 4), head_dim=2))
+    assert [p.rows.shape for p in site.projections] == [(6, 2), (2, 2), (2, 2)]
+
+
+def test_values_of_their_own_size():
+    site = structural.match(attention(sizes=(12, 12, 30), num_heads=3))
+    assert site.projection("v").rows.shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (attention(), "no attribute tells the number of heads"),
+        (attention(num_heads=5), "heads do not divide"),
+        (attention(sizes=(12, 10, 10), num_heads=3), "no multiple of the head size 4"),
+        (attention(sizes=(24, 12, 12), num_heads=3, head_dim=4), "not 3 heads of 4"),
+        (
+            attention(
+                sizes=(24, 12, 12), head_dim=4, config=SimpleNamespace(num_attention_heads=3)
+            ),
+            "twice 3 heads of 4",
+        ),
+        (attention(num_heads=3, children=("conv1d",)), "gated recurrence"),
+        (attention(num_heads=3, children=("kv_b_proj",)), "latent attention"),
+        (attention(("a", "b", "c"), children=("q_a_proj", "q_b_proj")), "latent attention"),
+    ],
+)
+def test_refusals(module, message):
+    with pytest.raises(UnsupportedAttentionError, match=message):
+        structural.match(module)
+    (row,) = inspect(nn.Sequential(module)).unsupported
+    assert message in row.reason
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (attention(num_heads=3, cls="BertCrossAttention"), "cross"),
+        (attention(num_heads=3, is_cross_attention=True), "cross"),
+        (attention(num_heads=3, is_cross_attention=False), "self"),
+        (attention(num_heads=3, is_decoder=True, is_causal=False), "cross"),
+        (attention(num_heads=3, is_decoder=True, is_causal=True), "self"),
+        (attention(num_heads=3, is_decoder=True), "self"),
+        (attention(num_heads=3, inputs=(8, 6, 6)), "cross"),
+        (attention(num_heads=3, cls="SwinSelfAttention"), "window"),
+    ],
+)
+def test_kind(module, kind):
+    assert structural.match(module).kind == kind
+
+
+def test_the_layer_tells_cross_attention_where_the_module_cannot():
+    layer = type("T5LayerCrossAttention", (nn.Module,), {})()
+    layer.EncDecAttention = attention(("q", "k", "v"), n_heads=3)
+    plain = type("T5LayerSelfAttention", (nn.Module,), {})()
+    plain.SelfAttention = attention(("q", "k", "v"), n_heads=3)
+    plan = inspect(nn.Sequential(plain, layer))
+    assert [s.kind for s in plan.sites] == ["self", "cross"]
+
+
+def test_what_is_no_attention_is_not_reported():
+    key_value = attention(("receptance", "key", "value"), cls="RwkvSelfAttention")
+    scores = attention(("query_proj", "text_proj", "out"), cls="DotProductScoring")
+    queries = nn.Module()
+    queries.query = nn.Parameter(torch.zeros(1, 4, 8))
+    state_space = attention(("in_proj", "conv1d", "out_proj"), cls="MambaMixer")
+    plan = inspect(nn.Sequential(key_value, scores, queries, state_space))
+    assert not plan.sites
+    assert not plan.unsupported
+
+
+@pytest.mark.parametrize("names", [("q_proj", "o_proj", "norm"), ("k_proj", "v_proj", "o_proj")])
+def test_attention_that_lacks_a_role_is_reported(names):
+    plan = inspect(nn.Sequential(attention(names, cls="SharedAttention", num_heads=3)))
+    assert not plan.sites
+    (row,) = plan.unsupported
+    assert row.cls.endswith("SharedAttention")
+
+
+def test_adapted_projections_are_read_below_the_adapter():
+    module = attention(num_heads=3)
+    wrapper = nn.Module()
+    wrapper.base_layer = module.q_proj
+    module.q_proj = wrapper
+    site = structural.match(module)
+    assert site.projection("q").owner is wrapper.base_layer
