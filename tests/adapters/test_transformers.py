@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 import oracle  # noqa: E402
 import torch  # noqa: E402
+from packaging.version import Version  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModel  # noqa: E402
 
@@ -378,6 +379,9 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict
 @pytest.mark.parametrize("name", PARTS)
 def test_attention_class(name):
     make, run, options = PARTS[name]
+    if not (MODELS / name.partition(".")[0]).exists():
+        assert Version(transformers.__version__) < Version("5.22"), "the model is gone"
+        pytest.skip("this version of transformers lacks the model")
     torch.manual_seed(0)
     module = oracle.prepare(make())
     cls = type(module).__name__

@@ -29,6 +29,7 @@ class Case:
     pieces: Mapping[str, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)  # class: how the reason begins
     config: Mapping[str, Any] = field(default_factory=dict)
+    since: str = "5.0"  # older versions lack the model
 
 
 def _reformer_attentions(model: nn.Module) -> None:
@@ -382,7 +383,7 @@ CASES: dict[str, Case] = {
     ),
     "granitemoe": Case(2, transformed="qk"),
     "groupvit": Case(16, refused={"GroupViTAssignAttention": "tokens are assigned to groups"}),
-    "gte": Case(2, transformed="qk"),
+    "gte": Case(2, transformed="qk", since="5.18"),
     "helium": Case(2, transformed="qk"),
     "hiera": Case(
         2,
@@ -711,7 +712,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "qwen2": Case(2, transformed="qk"),
-    "qwen2_5_vl_vision": Case(2, inputs=inputs.grid, transformed="qk", config=_GRID),
+    "qwen2_5_vl_vision": Case(2, since="5.18", inputs=inputs.grid, transformed="qk", config=_GRID),
     "qwen2_moe": Case(2, transformed="qk"),
     "qwen3": Case(2, transformed="qk"),
     "qwen3_5_moe_vision": Case(2, inputs=inputs.grid, transformed="qk", config=_GRID),
