@@ -21,6 +21,7 @@ REFUSED = {
 }
 # timm 1.0.29 has fewer models, and cannot build some of its own on the meta device.
 CURRENT = timm.is_model("iformer_t")
+META_FAILS = {"csatv2", "gemma4", "regnetv", "regnetx", "regnety", "regnetz"}
 if not CURRENT:
     del REFUSED["timm.models.csatv2.SpatialTransformerBlock"]
 # Families without a query in them. `eca_halonext` and `lambda_resnet` are not of these.
@@ -43,8 +44,8 @@ def swept() -> dict[str, Any]:
 
 def test_all_models_build(swept: dict[str, Any]) -> None:
     failed = swept["models_that_do_not_build"]
-    assert all("meta tensor" in error for error in failed.values())
-    assert len(failed) <= (0 if CURRENT else 20)
+    families = {name.split("_")[0] for name in failed}
+    assert families <= (set() if CURRENT else META_FAILS)
     assert swept["models"] + len(failed) == len(timm.list_models())
     assert swept["models_with_attention"] > (670 if CURRENT else 640)
 
