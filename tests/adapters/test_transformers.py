@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, AutoModel  # noqa: E402
 
 from attncond import adapters  # noqa: E402
 from attncond.adapters import _transformers_refused, structural  # noqa: E402
-from attncond.adapters.transformers import qualified  # noqa: E402
+from attncond.adapters._transformers_names import qualified  # noqa: E402
 from attncond.errors import UnsupportedAttentionError  # noqa: E402
 from attncond.inspection import _FUSED, inspect  # noqa: E402
 
@@ -357,6 +357,19 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict
         {},
     ),
     "qwen4_exp.Qwen4ExpTextAttention": (_sparse, _selected, {"transformed": "qk"}),
+    **{
+        name: (lambda name=name: load(name)(64), lambda module: module(noise(3, 64, 3, 7)), {})
+        for name in ("chameleon.ChameleonVQVAEEncoderAttnBlock", "janus.JanusVQVAEAttnBlock")
+    },
+    "kyutai_speech_to_text.KyutaiSpeechToTextAttention": (
+        lambda: load("kyutai_speech_to_text.KyutaiSpeechToTextAttention")(
+            _namespace(num_codebooks=2, max_position_embeddings=16, rope_parameters=None),
+            0,
+            use_rope=False,
+        ),
+        _tokens,
+        {},
+    ),
     "gemma4.Gemma4AudioAttention": (_gemma4_audio, _chunks, {"transformed": "q"}),
     "esm.esmfold:EsmFoldSelfAttention": (
         lambda: load("esm.esmfold:EsmFoldSelfAttention")(64, 4, 16),

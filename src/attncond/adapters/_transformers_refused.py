@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from attncond.adapters import register
+from attncond.adapters._transformers_names import models
 from attncond.adapters.structural import LATENT, RECURRENT
 from attncond.errors import UnsupportedAttentionError
 from attncond.sites import Site, separate
@@ -126,11 +126,13 @@ def _refusal(reason: str) -> Callable[[Any], NoReturn]:
     return refuse
 
 
+@models(*NO_ATTENTION)
 def no_attention(module: Any) -> Iterable[Site]:
     """An adapter for classes that are settled: there is no attention in them."""
     return ()
 
 
+@models("luke.LukeSelfAttention")
 def luke(module: Any) -> Site:
     """LUKE has four queries for one key and value where it is aware of entities."""
     if module.use_entity_aware_attention:
@@ -142,9 +144,5 @@ def luke(module: Any) -> Site:
     return separate(module.query, module.key, module.value, heads=heads)
 
 
-def install(qualified: Callable[[str], str]) -> None:
-    """Register every refusal."""
-    for reason, names in REFUSED.items():
-        register(*map(qualified, names))(_refusal(reason))
-    register(*map(qualified, NO_ATTENTION))(no_attention)
-    register(qualified("luke.LukeSelfAttention"))(luke)
+for _reason, _names in REFUSED.items():
+    models(*_names)(_refusal(_reason))

@@ -7,35 +7,16 @@ named by string: transformers is never imported from this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from attncond.adapters import Adapter, _transformers_refused, register, structural
+from attncond.adapters import _transformers_refused, _transformers_separate, structural
+from attncond.adapters._transformers_names import models
 from attncond.errors import UnsupportedAttentionError
 from attncond.sites import Kind, Site, fused, join, project, separate
 
-A = TypeVar("A", bound=Adapter)
-
-
-def _models(*names: str) -> Callable[[A], A]:
-    """Register for ``folder.Class`` of ``transformers.models``."""
-    return register(*map(qualified, names))
-
-
-def qualified(name: str) -> str:
-    """``gpt2.GPT2Attention`` -> ``transformers.models.gpt2.modeling_gpt2.GPT2Attention``.
-
-    Where the file is not called after its folder, it stands before a colon.
-
-    >>> qualified("esm.esmfold:EsmFoldSelfAttention")
-    'transformers.models.esm.modeling_esmfold.EsmFoldSelfAttention'
-    """
-    folder, cls = name.split(".")
-    file, _, cls = cls.rpartition(":")
-    return f"transformers.models.{folder}.modeling_{file or folder}.{cls}"
+__all__ = ["_transformers_refused", "_transformers_separate"]  # imported to register their classes
 
 
 def _heads(module: Any) -> int:
@@ -48,7 +29,7 @@ def _heads(module: Any) -> int:
 # One weight, [q; k; v], as many heads each ---------------------------------------------------
 
 
-@_models(
+@models(
     "blip.BlipAttention",
     "blip_2.Blip2Attention",
     "cohere_compass.CohereCompassVisionAttention",
@@ -82,7 +63,7 @@ def stacked(module: Any) -> Site:
     return fused(module.qkv, heads=_heads(module))
 
 
-@_models(
+@models(
     "deepseek_ocr2.DeepseekOcr2SamVisionAttention",
     "got_ocr2.GotOcr2VisionAttention",
     "pp_formulanet.PPFormulaNetVisionAttention",
@@ -97,38 +78,38 @@ def windowed(module: Any) -> Site:
     return fused(module.qkv, heads=_heads(module), kind="window")
 
 
-@_models("hiera.HieraMaskUnitAttention")
+@models("hiera.HieraMaskUnitAttention")
 def hiera(module: Any) -> Site:
     """(3, heads, head_dim); mask units are windows, and the last stages attend globally."""
     kind: Kind = "window" if module.use_mask_unit_attn else "self"
     return fused(module.qkv, heads=module.num_heads, kind=kind)
 
 
-@_models("florence2.Florence2VisionChannelAttention")
+@models("florence2.Florence2VisionChannelAttention")
 def florence2_channel(module: Any) -> Site:
     """(3, groups, channels), transposed before the product: channels attend to channels."""
     return fused(module.qkv, heads=module.groups, kind="channel")
 
 
-@_models("bark.BarkSelfAttention")
+@models("bark.BarkSelfAttention")
 def bark(module: Any) -> Site:
     """``att_proj`` split into embed_dim each."""
     return fused(module.att_proj, heads=module.num_heads)
 
 
-@_models("modernbert.ModernBertAttention")
+@models("modernbert.ModernBertAttention")
 def modernbert(module: Any) -> Site:
     """``Wqkv`` viewed as (3, heads, head_dim); the module itself knows head_dim only."""
     return fused(module.Wqkv, heads=module.Wqkv.weight.shape[0] // (3 * module.head_dim))
 
 
-@_models("mpt.MptAttention")
+@models("mpt.MptAttention")
 def mpt(module: Any) -> Site:
     """``Wqkv`` chunked by three."""
     return fused(module.Wqkv, heads=module.n_heads)
 
 
-@_models("layoutlmv2.LayoutLMv2SelfAttention")
+@models("layoutlmv2.LayoutLMv2SelfAttention")
 def layoutlmv2(module: Any) -> Site:
     """``qkv_linear`` chunked by three where fast_qkv is set, else separate projections."""
     heads = module.num_attention_heads
@@ -140,7 +121,7 @@ def layoutlmv2(module: Any) -> Site:
 # One weight, [q; k; v], fewer heads for K and V -----------------------------------------------
 
 
-@_models("phi3.Phi3Attention", "phi4_multimodal.Phi4MultimodalAttention")
+@models("phi3.Phi3Attention", "phi4_multimodal.Phi4MultimodalAttention")
 def phi3(module: Any) -> Site:
     """``qkv_proj`` sliced into heads · head_dim and twice kv_heads · head_dim."""
     return fused(
@@ -151,7 +132,7 @@ def phi3(module: Any) -> Site:
     )
 
 
-@_models("dbrx.DbrxAttention")
+@models("dbrx.DbrxAttention")
 def dbrx(module: Any) -> Site:
     """``Wqkv`` split like Phi-3's."""
     return fused(
@@ -162,7 +143,7 @@ def dbrx(module: Any) -> Site:
     )
 
 
-@_models("exaone4_5.Exaone4_5_VisionAttention")
+@models("exaone4_5.Exaone4_5_VisionAttention")
 def exaone4_5(module: Any) -> Site:
     """``qkv`` split into q_dim and twice kv_dim."""
     return fused(
@@ -176,7 +157,7 @@ def exaone4_5(module: Any) -> Site:
 # One weight, head by head ---------------------------------------------------------------------
 
 
-@_models(
+@models(
     "bloom.BloomAttention",
     "gpt_neox.GPTNeoXAttention",
     "gpt_neox_japanese.GPTNeoXJapaneseAttention",
@@ -187,19 +168,19 @@ def head_major(module: Any) -> Site:
     return fused(module.query_key_value, heads=_heads(module), head_major=True)
 
 
-@_models("deberta.DisentangledSelfAttention")
+@models("deberta.DisentangledSelfAttention")
 def deberta(module: Any) -> Site:
     """``in_proj`` viewed as (heads, 3 · head_dim); the biases of q and v are parameters apart."""
     return fused(module.in_proj, heads=module.num_attention_heads, head_major=True)
 
 
-@_models("esm.esmfold:EsmFoldSelfAttention")
+@models("esm.esmfold:EsmFoldSelfAttention")
 def esmfold(module: Any) -> Site:
     """``proj`` viewed as (heads, 3 · head_dim)."""
     return fused(module.proj, heads=module.num_heads, head_major=True)
 
 
-@_models("falcon.FalconAttention")
+@models("falcon.FalconAttention")
 def falcon(module: Any) -> Site:
     """``query_key_value`` per key-value group, per head, or [all q; k; v], by two flags."""
     owner, heads, dim = module.query_key_value, module.num_heads, module.head_dim
@@ -218,7 +199,7 @@ def falcon(module: Any) -> Site:
     return fused(owner, heads=heads, head_major=True)
 
 
-@_models("codegen.CodeGenAttention")
+@models("codegen.CodeGenAttention")
 def codegen(module: Any) -> Site:
     """``qkv_proj`` in four blocks, each [q; v; k] of a quarter of the heads."""
     owner, heads, dim = module.qkv_proj, module.num_attention_heads, module.head_dim
@@ -237,7 +218,7 @@ def codegen(module: Any) -> Site:
 # GPT-2 and its children ------------------------------------------------------------------------
 
 
-@_models(
+@models(
     "gpt2.GPT2Attention",
     "decision_transformer.DecisionTransformerGPT2Attention",
     "imagegpt.ImageGPTAttention",
@@ -254,13 +235,13 @@ def gpt2(module: Any) -> Site:
     return fused(module.c_attn, heads=heads)
 
 
-@_models("openai.Attention")
+@models("openai.Attention")
 def openai_gpt(module: Any) -> Site:
     """``c_attn`` (Conv1D) split by n_embd."""
     return fused(module.c_attn, heads=module.n_head)
 
 
-@_models("gpt_bigcode.GPTBigCodeAttention")
+@models("gpt_bigcode.GPTBigCodeAttention")
 def gpt_bigcode(module: Any) -> Site:
     """``c_attn`` as [q; k; v] with one key and value head, or head by head."""
     heads, dim = module.num_heads, module.head_dim
@@ -272,175 +253,3 @@ def gpt_bigcode(module: Any) -> Site:
     if module.multi_query:
         return fused(module.c_attn, heads=heads, kv_heads=1, head_dim=dim)
     return fused(module.c_attn, heads=heads, head_major=True)
-
-
-# q + kv, gated q, and the rest -----------------------------------------------------------------
-
-
-@_models(
-    "granite_speech.GraniteSpeechConformerAttention",
-    "granite_speech_plus.GraniteSpeechPlusConformerAttention",
-)
-def q_and_kv(module: Any) -> Site:
-    """``to_q``, and ``to_kv`` chunked into [k; v]; attention within blocks of frames."""
-    return join(
-        separate(module.to_q, None, None, heads=module.num_heads),
-        fused(module.to_kv, "kv", heads=module.num_heads),
-        kind="window",
-    )
-
-
-@_models("evolla.EvollaSequenceCompressorAttention")
-def evolla_compressor(module: Any) -> Site:
-    """``to_q`` of the latents, ``to_kv`` chunked into [k; v]."""
-    return join(
-        separate(module.to_q, None, None, heads=module.heads),
-        fused(module.to_kv, "kv", heads=module.heads),
-        kind="cross",
-    )
-
-
-@_models(
-    "qwen3_5.Qwen3_5Attention",
-    "qwen3_5_moe.Qwen3_5MoeAttention",
-    "qwen3_next.Qwen3NextAttention",
-    "qwen4_exp.Qwen4ExpTextAttention",
-)
-def gated_query(module: Any) -> Site:
-    """``q_proj`` viewed as (heads, 2 · head_dim): each head's query, then its output gate."""
-    dim = module.head_dim
-    rows = torch.arange(module.q_proj.weight.shape[0]).view(-1, 2 * dim)[:, :dim]
-    kv_heads = module.k_proj.weight.shape[0] // dim
-    kv = separate(None, module.k_proj, module.v_proj, heads=kv_heads, kv_heads=kv_heads)
-    return Site((project("q", module.q_proj, rows), *kv.projections), "separate, q with its gate")
-
-
-@_models(
-    "gemma3n.Gemma3nTextAttention",
-    "gemma4.Gemma4TextAttention",
-    "gemma4_unified.Gemma4UnifiedTextAttention",
-    "diffusion_gemma.DiffusionGemmaEncoderTextAttention",
-    "diffusion_gemma.DiffusionGemmaDecoderTextAttention",
-)
-def shared_value(module: Any) -> Site:
-    """Layers may use K as V, or take both from an earlier layer: then a site has fewer roles."""
-    dim = module.head_dim
-    k, v = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
-    kv_heads = k.weight.shape[0] // dim if k is not None else None
-    heads = module.q_proj.weight.shape[0] // dim
-    site = separate(module.q_proj, k, v, heads=heads, kv_heads=kv_heads)
-    if k is None:
-        return replace(site, layout="separate, k and v of another layer")
-    return replace(site, layout="separate" if v is not None else "separate, k is v")
-
-
-@_models("gemma4.Gemma4AudioAttention", "gemma4.Gemma4VisionAttention")
-def clippable(module: Any) -> Site:
-    """Linear projections inside modules that may clip what goes in and comes out."""
-    dim = module.head_dim
-    q, k, v = (p.linear for p in (module.q_proj, module.k_proj, module.v_proj))
-    rows, kv_rows = q.weight.shape[0], k.weight.shape[0]
-    return separate(q, k, v, heads=rows // dim, kv_heads=kv_rows // dim)
-
-
-@_models("moshi.MoshiAttention")
-def moshi(module: Any) -> Site:
-    """Linear projections in a wrapper; the depth decoder has one for each codebook instead."""
-    if module.q_proj.use_flexible_linear:
-        raise UnsupportedAttentionError(
-            "each position has projections of its own, one for each codebook"
-        )
-    q, k, v = (p.linear for p in (module.q_proj, module.k_proj, module.v_proj))
-    return separate(q, k, v, heads=module.num_heads, kv_heads=module.num_key_value_heads)
-
-
-@_models("cvt.CvtSelfAttention")
-def cvt(module: Any) -> Site:
-    """Linear projections, after depthwise convolutions of the input."""
-    return separate(
-        module.projection_query,
-        module.projection_key,
-        module.projection_value,
-        heads=module.num_heads,
-    )
-
-
-@_models("aimv2.Aimv2AttentionPoolingHead")
-def aimv2_pooling(module: Any) -> Site:
-    """The query is a learned token without a projection."""
-    return separate(None, module.k_proj, module.v_proj, heads=module.num_heads, kind="class")
-
-
-@_models(
-    "lilt.LiltSelfAttention",
-)
-def lilt(module: Any) -> tuple[Site, Site]:
-    """Text and layout attend apart, and add their logits."""
-    heads = module.num_attention_heads
-    # The layout product is the first one in forward.
-    return (
-        separate(module.layout_query, module.layout_key, module.layout_value, heads=heads),
-        separate(module.query, module.key, module.value, heads=heads),
-    )
-
-
-@_models(
-    "longformer.LongformerSelfAttention",
-    "led.LEDEncoderSelfAttention",
-)
-def longformer(module: Any) -> tuple[Site, Site]:
-    """Sliding windows, and projections of their own for global tokens."""
-    heads = module.num_heads
-    return (
-        separate(module.query, module.key, module.value, heads=heads, kind="window"),
-        separate(module.query_global, module.key_global, module.value_global, heads=heads),
-    )
-
-
-@_models(
-    "conditional_detr.ConditionalDetrMHAttentionMap",
-    "detr.DetrMHAttentionMap",
-    "maskformer.MaskFormerDetrMHAttentionMap",
-)
-def attention_map(module: Any) -> Site:
-    """The mask head's attention: a softmax of q kT, and no value."""
-    heads = module.q_proj.weight.shape[0] // module.head_dim
-    return separate(module.q_proj, module.k_proj, None, heads=heads, kind="cross")
-
-
-@_models("dab_detr.DabDetrMHAttentionMap")
-def dab_detr_attention_map(module: Any) -> Site:
-    """The same, under other names."""
-    return separate(module.q_linear, module.k_linear, None, heads=module.num_heads, kind="cross")
-
-
-@_models("levit.LevitAttention")
-def levit(module: Any) -> Site:
-    """Head by head: key_dim of q, key_dim of k and attention_ratio · key_dim of v."""
-    return fused(
-        module.queries_keys_values.linear,
-        heads=module.num_attention_heads,
-        head_dim=module.key_dim,
-        v_head_dim=module.attention_ratio * module.key_dim,
-        head_major=True,
-    )
-
-
-@_models("levit.LevitAttentionSubsample")
-def levit_subsample(module: Any) -> Site:
-    """``queries`` of every second token, ``keys_values`` head by head."""
-    heads = module.num_attention_heads
-    return join(
-        separate(module.queries.linear, None, None, heads=heads),
-        fused(
-            module.keys_values.linear,
-            "kv",
-            heads=heads,
-            head_dim=module.key_dim,
-            v_head_dim=module.attention_ratio * module.key_dim,
-            head_major=True,
-        ),
-    )
-
-
-_transformers_refused.install(qualified)

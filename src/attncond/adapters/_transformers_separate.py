@@ -1,0 +1,188 @@
+"""transformers' attention classes with separate weights that names and shapes do not give away.
+
+A gate or a second attention beside the query, keys and values that another layer computes, weights
+inside wrappers: structural matching would refuse these, miss them or take too much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attncond.adapters._transformers_names import models
+from attncond.errors import UnsupportedAttentionError
+from attncond.sites import Site, fused, join, project, separate
+
+
+@models(
+    "granite_speech.GraniteSpeechConformerAttention",
+    "granite_speech_plus.GraniteSpeechPlusConformerAttention",
+)
+def q_and_kv(module: Any) -> Site:
+    """``to_q``, and ``to_kv`` chunked into [k; v]; attention within blocks of frames."""
+    return join(
+        separate(module.to_q, None, None, heads=module.num_heads),
+        fused(module.to_kv, "kv", heads=module.num_heads),
+        kind="window",
+    )
+
+
+@models("evolla.EvollaSequenceCompressorAttention")
+def evolla_compressor(module: Any) -> Site:
+    """``to_q`` of the latents, ``to_kv`` chunked into [k; v]."""
+    return join(
+        separate(module.to_q, None, None, heads=module.heads),
+        fused(module.to_kv, "kv", heads=module.heads),
+        kind="cross",
+    )
+
+
+@models(
+    "qwen3_5.Qwen3_5Attention",
+    "qwen3_5_moe.Qwen3_5MoeAttention",
+    "qwen3_next.Qwen3NextAttention",
+    "qwen4_exp.Qwen4ExpTextAttention",
+)
+def gated_query(module: Any) -> Site:
+    """``q_proj`` viewed as (heads, 2 · head_dim): each head's query, then its output gate."""
+    dim = module.head_dim
+    rows = torch.arange(module.q_proj.weight.shape[0]).view(-1, 2 * dim)[:, :dim]
+    kv_heads = module.k_proj.weight.shape[0] // dim
+    kv = separate(None, module.k_proj, module.v_proj, heads=kv_heads, kv_heads=kv_heads)
+    return Site((project("q", module.q_proj, rows), *kv.projections), "separate, q with its gate")
+
+
+@models(
+    "gemma3n.Gemma3nTextAttention",
+    "gemma4.Gemma4TextAttention",
+    "gemma4_unified.Gemma4UnifiedTextAttention",
+    "diffusion_gemma.DiffusionGemmaEncoderTextAttention",
+    "diffusion_gemma.DiffusionGemmaDecoderTextAttention",
+)
+def shared_value(module: Any) -> Site:
+    """Layers may use K as V, or take both from an earlier layer: then a site has fewer roles."""
+    dim = module.head_dim
+    k, v = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
+    kv_heads = k.weight.shape[0] // dim if k is not None else None
+    heads = module.q_proj.weight.shape[0] // dim
+    site = separate(module.q_proj, k, v, heads=heads, kv_heads=kv_heads)
+    if k is None:
+        return replace(site, layout="separate, k and v of another layer")
+    return replace(site, layout="separate" if v is not None else "separate, k is v")
+
+
+@models("gemma4.Gemma4AudioAttention", "gemma4.Gemma4VisionAttention")
+def clippable(module: Any) -> Site:
+    """Linear projections inside modules that may clip what goes in and comes out."""
+    dim = module.head_dim
+    q, k, v = (p.linear for p in (module.q_proj, module.k_proj, module.v_proj))
+    rows, kv_rows = q.weight.shape[0], k.weight.shape[0]
+    return separate(q, k, v, heads=rows // dim, kv_heads=kv_rows // dim)
+
+
+@models("kyutai_speech_to_text.KyutaiSpeechToTextAttention", "moshi.MoshiAttention")
+def moshi(module: Any) -> Site:
+    """Linear projections in a wrapper; the depth decoder has one for each codebook instead."""
+    if module.q_proj.use_flexible_linear:
+        raise UnsupportedAttentionError(
+            "each position has projections of its own, one for each codebook"
+        )
+    q, k, v = (p.linear for p in (module.q_proj, module.k_proj, module.v_proj))
+    return separate(q, k, v, heads=module.num_heads, kv_heads=module.num_key_value_heads)
+
+
+@models("chameleon.ChameleonVQVAEEncoderAttnBlock", "janus.JanusVQVAEAttnBlock")
+def vqvae(module: Any) -> Site:
+    """1x1 convolutions and one head, of which no attribute speaks."""
+    return separate(module.q, module.k, module.v, heads=1)
+
+
+@models("cvt.CvtSelfAttention")
+def cvt(module: Any) -> Site:
+    """Linear projections, after depthwise convolutions of the input."""
+    return separate(
+        module.projection_query,
+        module.projection_key,
+        module.projection_value,
+        heads=module.num_heads,
+    )
+
+
+@models("aimv2.Aimv2AttentionPoolingHead")
+def aimv2_pooling(module: Any) -> Site:
+    """The query is a learned token without a projection."""
+    return separate(None, module.k_proj, module.v_proj, heads=module.num_heads, kind="class")
+
+
+@models(
+    "lilt.LiltSelfAttention",
+)
+def lilt(module: Any) -> tuple[Site, Site]:
+    """Text and layout attend apart, and add their logits."""
+    heads = module.num_attention_heads
+    # The layout product is the first one in forward.
+    return (
+        separate(module.layout_query, module.layout_key, module.layout_value, heads=heads),
+        separate(module.query, module.key, module.value, heads=heads),
+    )
+
+
+@models(
+    "longformer.LongformerSelfAttention",
+    "led.LEDEncoderSelfAttention",
+)
+def longformer(module: Any) -> tuple[Site, Site]:
+    """Sliding windows, and projections of their own for global tokens."""
+    heads = module.num_heads
+    return (
+        separate(module.query, module.key, module.value, heads=heads, kind="window"),
+        separate(module.query_global, module.key_global, module.value_global, heads=heads),
+    )
+
+
+@models(
+    "conditional_detr.ConditionalDetrMHAttentionMap",
+    "detr.DetrMHAttentionMap",
+    "maskformer.MaskFormerDetrMHAttentionMap",
+)
+def attention_map(module: Any) -> Site:
+    """The mask head's attention: a softmax of q kT, and no value."""
+    heads = module.q_proj.weight.shape[0] // module.head_dim
+    return separate(module.q_proj, module.k_proj, None, heads=heads, kind="cross")
+
+
+@models("dab_detr.DabDetrMHAttentionMap")
+def dab_detr_attention_map(module: Any) -> Site:
+    """The same, under other names."""
+    return separate(module.q_linear, module.k_linear, None, heads=module.num_heads, kind="cross")
+
+
+@models("levit.LevitAttention")
+def levit(module: Any) -> Site:
+    """Head by head: key_dim of q, key_dim of k and attention_ratio · key_dim of v."""
+    return fused(
+        module.queries_keys_values.linear,
+        heads=module.num_attention_heads,
+        head_dim=module.key_dim,
+        v_head_dim=module.attention_ratio * module.key_dim,
+        head_major=True,
+    )
+
+
+@models("levit.LevitAttentionSubsample")
+def levit_subsample(module: Any) -> Site:
+    """``queries`` of every second token, ``keys_values`` head by head."""
+    heads = module.num_attention_heads
+    return join(
+        separate(module.queries.linear, None, None, heads=heads),
+        fused(
+            module.keys_values.linear,
+            "kv",
+            heads=heads,
+            head_dim=module.key_dim,
+            v_head_dim=module.attention_ratio * module.key_dim,
+            head_major=True,
+        ),
+    )
