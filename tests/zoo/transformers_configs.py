@@ -25,7 +25,7 @@ class Case:
     run: Callable[[nn.Module], Any] | None = None  # instead of a call with the inputs
     transformed: str | Mapping[str, str] = ""
     mixed: str = ""
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # never run, or fed with zeros: the first decoder layer of DETR
     pieces: Mapping[str, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)  # class: how the reason begins
     config: Mapping[str, Any] = field(default_factory=dict)
