@@ -48,8 +48,9 @@ def filled(tmp_path: Path, accuracies: dict[str, list[float]], seeds: int = 3) -
 def test_variants_differ_in_nothing_but_the_method(
     data: module.Digits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the method taken out, every variant must be the same run, bit for bit."""
+    """Without methods and their rates every variant must be the same run, bit for bit."""
     monkeypatch.setattr(module, "VARIANTS", dict.fromkeys(VARIANTS))
+    monkeypatch.setattr(module, "RATES", dict.fromkeys(VARIANTS, 2e-3))
     runs = [module.train(variant, 0, 1, data) for variant in VARIANTS]
     for run in runs:
         for key in ("variant", "seconds"):
@@ -179,6 +180,11 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(DemoError, match=r"timm.*attncond\[demo\]"):
         Demo(tmp_path / "out").prepare()
     assert not (tmp_path / "out").exists()
+
+
+def test_rates_are_those_that_the_benchmark_chose() -> None:
+    chosen = Path(__file__).parents[1] / "results" / "demo" / "rates.json"
+    assert json.loads(chosen.read_text())["best"] == module.RATES
 
 
 def test_kappa_text() -> None:

@@ -183,7 +183,9 @@ class Conditioned(nn.Module):
 
     def get_parameter(self, target: str) -> Any:
         """The raw parameter, also where the attribute reads as the effective weight."""
-        return self._parameters[target] if target in records(self) else super().get_parameter(target)
+        return (
+            self._parameters[target] if target in records(self) else super().get_parameter(target)
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = _own_buffers(self)

@@ -27,6 +27,7 @@ _DENSE = 256  # up to this side a dense float64 eigensolver beats a Krylov metho
 _BLOCK = 8
 _RESOLVED = 1e-4  # one round of quintics brings singular values above this to one
 _CUSHION = 0.024  # keeps large singular values away from zero, as arXiv:2505.16932 does
+_DELICATE = 4  # so many quintics of a round need true float32
 _HEADROOM = 1.05  # the quintics grow fast beyond their interval; a norm may be a little low
 
 
@@ -85,7 +86,7 @@ def polar(
     arXiv:2505.16932). The columns of U (its rows, if m < n) are orthonormal whatever the rank:
     singular directions too small for the dtype to resolve are completed in a fixed generic way,
     which makes U the exact factor of a matrix within about 1e-6·σ_max of A. bf16 and fp16 are
-    answered in float32. ``norm``, shape ``(...)``, is σ_max if it is already known (to 4%);
+    answered in float32. ``norm``, shape ``(...)``, is σ_max if it is already known, roughly;
     ``near``, shape ``(..., m, n)``, is an earlier factor to keep where A itself does not decide.
     ``tf32`` lets CUDA iterate in TF32: several times faster, orthonormal all the same, but the
     factor of a matrix that is only within about 1e-3·σ_max of A.
@@ -102,7 +103,8 @@ def polar(
         if not bool((sigma > 0).all()):
             raise ValueError("polar: a zero matrix has no polar factor")
         shape = x.shape
-        x = x / sigma[:, None, None] / _HEADROOM
+        scale = torch.maximum(sigma, _schatten_norm(x)) if norm is not None else sigma
+        x = x / scale[:, None, None] / _HEADROOM
         guess = None if near is None else near.to(x).reshape(shape)
         if shape[-2] >= shape[-1]:
             x = _orthonormalise(x, guess, tf32)
@@ -217,6 +219,16 @@ def _gaussian(rows: int, columns: int, like: Tensor, seed: int = _SEED) -> Tenso
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(like)
 
 
+def _schatten_norm(x: Tensor) -> Tensor:
+    # (Σσ⁸)^(1/8), never below σ_max and within a factor n^(1/8) of it: a given norm that is too
+    # low would otherwise let the quintics diverge.
+    x = x if x.shape[-2] >= x.shape[-1] else x.mT
+    peak = x.abs().amax((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
+    x = x / peak[:, None, None]
+    gram = x.mT @ x
+    return torch.linalg.matrix_norm(gram @ gram) ** 0.25 * peak
+
+
 def _dense_norm(x: Tensor) -> Tensor:
     x = x.double()
     values: Tensor = torch.linalg.eigvalsh(x.mT @ x)
@@ -291,8 +303,9 @@ def _orthonormalise(x: Tensor, guess: Tensor | None, tf32: bool) -> Tensor:
             g = 0.5 * min(1.0, eps / _RESOLVED**attempt) * g  # a half keeps ‖X‖ ≤ 1
             g = g - x @ (x.mT @ g)
             x = (x + g - (g @ x.mT) @ x) / _HEADROOM
-        with _exact(x.device, tf32):
-            for coefficients in rounds:
+        for i, coefficients in enumerate(rounds):
+            # The first quintics take large singular values close to zero, where TF32 loses them.
+            with _exact(x.device, tf32 and i >= _DELICATE):
                 x = _step(x, coefficients)
         for _ in range(4):
             with _exact(x.device, tf32):

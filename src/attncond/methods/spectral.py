@@ -23,8 +23,9 @@ from torch import Tensor
 from attncond.errors import ConditioningError
 from attncond.linalg import polar, spectral_norm, start_block, track_norm, track_polar
 
-# A tracked norm comes from below, and an overestimate costs nothing: κ = (2 + η)/(1 + η) < 2.
-_TRACKING_MARGIN = 1.003
+# A tracked norm comes from below, and a tracked factor is off by some h: W + rσU has
+# κ ≤ (1 + r)/(r − h). An r of 1.02 costs nothing (κ ≤ 1.99 at h = 0) and pays for both.
+_TRACKING_MARGIN = 1.02
 
 
 class PolarState(NamedTuple):
@@ -154,6 +155,8 @@ def follow(matrix: Tensor, state: PolarState, anchor: bool) -> PolarState:
     passes through zero; ``anchor`` computes the factor anew and does.
     """
     norm, block = track_norm(matrix, state.block)
+    if anchor:
+        norm, block = track_norm(matrix, block)  # weights that moved far need a second look
     norm = norm * _TRACKING_MARGIN
     if anchor and bool(matrix.isfinite().all()):  # diverged weights stay the training's business
         factor = polar(matrix, norm, near=state.factor, tf32=True)
