@@ -38,7 +38,7 @@ VARIANTS: dict[str, Spectral | None] = {
     "Spectral.paper()": Spectral.paper(),
 }
 MODEL = {"patch_size": 2, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
-RATES = {"stock": 2e-3, "Spectral()": 4e-3, "Spectral.paper()": 1e-3}
+RATES = {"stock": 2e-3, "Spectral()": 8e-3, "Spectral.paper()": 4e-3}
 TRAINING = {"batch_size": 64, "weight_decay": 0.05, "warmup": 0.1, "smoothing": 0.1}
 SPLIT_SEED = 0
 
