@@ -3,8 +3,9 @@
     python benchmarks/step_time.py                      # ViT-B/16, batch 256, bf16, compiled, CUDA
     python benchmarks/step_time.py --model vit_tiny_patch16_224 --batch 4 --rounds 2 --steps 4 ...
 
-Variants take turns within each round; a ratio is the median over rounds of time / stock time of the
-same round, so that clocks and temperature cancel. Two stock models show the noise.
+Each turn of a variant stands between two turns of the stock model, and its ratio is to their mean:
+a GPU's clock follows the power that the last second drew, so that neighbours alone are comparable.
+The ratio given is the median over rounds. A second stock model shows the noise.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
         optimizer.step()
         if name == "polar_scratch":
             assert handle is not None
-            handle.calibrate()
+            handle.refresh()
         elif name == "polar_svd":
             assert handle is not None
             svd_refresh(handle)
@@ -115,12 +116,12 @@ def peak_memory(variant: Variant) -> int:
 
 def main() -> None:
     """Measure and write."""
-    names = "stock stock_again identity paper folded polar polar_every_10 polar_scratch polar_svd"
+    names = "stock_again identity paper folded polar polar_every_10 polar_scratch polar_svd"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_base_patch16_224")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--variants", nargs="+", default=names.split(), choices=names.split())
     parser.add_argument("--no-compile", dest="compile", action="store_false")
@@ -130,25 +131,30 @@ def main() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # what a training script sets
 
     variants = []
-    for name in args.variants:
+    for name in dict.fromkeys(["stock", *args.variants]):
         start = time.perf_counter()
         variant = build(name, args, device)
         seconds(variant, 2 if variant.few else args.warmup, device)
         print(f"{name}: ready after {time.perf_counter() - start:.1f} s", flush=True)
         variants.append(variant)
 
-    times: dict[str, list[float]] = {v.name: [] for v in variants}
-    for _ in range(args.rounds):
-        for v in variants:
-            times[v.name].append(seconds(v, min(args.steps, 3) if v.few else args.steps, device))
+    stock_model, *others = variants
+    times: dict[str, list[float]] = {v.name: [] for v in others}
+    ratios: dict[str, list[float]] = {v.name: [] for v in others}
+    for v in sorted(others, key=lambda v: v.few):
+        for _ in range(2 if v.few else args.rounds):
+            before = seconds(stock_model, args.steps, device)
+            own = seconds(v, 3 if v.few else args.steps, device)
+            after = seconds(stock_model, args.steps, device)
+            times[v.name].append(own)
+            ratios[v.name].append(2 * own / (before + after))
     figures = {}
     stock = peak_memory(variants[0]) if device.type == "cuda" else 0
-    for v in variants:
-        ratios = [a / b for a, b in zip(times[v.name], times["stock"], strict=True)]
+    for v in others:
         row = {
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
+            "ratio": statistics.median(ratios[v.name]),
+            "ratio_min": min(ratios[v.name]),
+            "ratio_max": max(ratios[v.name]),
             "milliseconds": 1e3 * statistics.median(times[v.name]),
         }
         if stock:

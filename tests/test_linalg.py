@@ -210,13 +210,11 @@ def test_polar_ignores_the_scale(m: int, n: int, exponent: float, seed: int) -> 
     torch.testing.assert_close(polar(10**exponent * a), polar(a), atol=1e-9, rtol=0)
 
 
-def test_polar_takes_a_norm_that_is_a_little_off() -> None:
+def test_polar_takes_a_norm_that_is_far_off() -> None:
     a = gaussian(3, 64, 64).float()
     sigma = spectral_norm(a)
-    for factor in (0.96, 1.0, 1.5):
+    for factor in (0.1, 0.96, 1.0, 1.5):
         torch.testing.assert_close(polar(a, factor * sigma), polar(a), atol=1e-3, rtol=0)
-    with pytest.raises(ValueError, match="norm below"):
-        polar(a, 0.3 * sigma)
 
 
 def test_polar_keeps_a_near_factor_only_where_the_matrix_does_not_decide() -> None:

@@ -32,7 +32,7 @@ from attncond.weights import (
 )
 
 # Optimizer steps between two polar factors computed anew; in between they are tracked.
-_ANCHOR_EVERY = 16
+_ANCHOR_EVERY = 64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -162,7 +162,7 @@ class Handle:
         """Bring the polar factor up to date with the weights; λI has nothing to refresh."""
         self._check_alive()
         if self.method.correction == "polar":
-            refresh(self._weights, anchor=True)
+            refresh(self._weights, "scratch")
 
     def certificates(self, *, exact: bool = True) -> list[Certificate]:
         """A row for each conditioned matrix: the bound on its κ, and its κ unless ``exact=False``.
@@ -243,7 +243,7 @@ class Handle:
         every = self.method.refresh_every
         if self._age % every == 0:
             anchor = self._age // _ANCHOR_EVERY != (self._age - every) // _ANCHOR_EVERY
-            refresh(self._weights, anchor)
+            refresh(self._weights, "anchor" if anchor else "track")
 
 
 def _method(method: Spectral | Mapping[str, Any]) -> Spectral:

@@ -22,6 +22,7 @@ __all__ = [
 
 Quintic = tuple[float, float, float]
 
+_NEWTON_SCHULZ: Quintic = (15 / 8, -10 / 8, 3 / 8)
 _SEED = 0x5EED
 _DENSE = 256  # up to this side a dense float64 eigensolver beats a Krylov method
 _BLOCK = 8
@@ -103,7 +104,8 @@ def polar(
         if not bool((sigma > 0).all()):
             raise ValueError("polar: a zero matrix has no polar factor")
         shape = x.shape
-        scale = torch.maximum(sigma, _schatten_norm(x)) if norm is not None else sigma
+        with _exact(x.device, tf32):
+            scale = torch.maximum(sigma, _schatten_norm(x)) if norm is not None else sigma
         x = x / scale[:, None, None] / _HEADROOM
         guess = None if near is None else near.to(x).reshape(shape)
         if shape[-2] >= shape[-1]:
@@ -188,7 +190,9 @@ def track_polar(a: Tensor, u: Tensor, norm: Tensor, steps: int = 2) -> Tensor:
         with _exact(x.device, tf32=True):
             for coefficients in first:
                 x = _step(x, coefficients)
-            x = _closing_step(x, last)
+            with _exact(x.device):
+                e = _defect(x)
+            x = _closing_step(x, e, last)
         return (x if shape[-2] >= shape[-1] else x.mT).reshape(*lead, *shape[-2:])
 
 
@@ -226,7 +230,8 @@ def _schatten_norm(x: Tensor) -> Tensor:
     peak = x.abs().amax((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
     x = x / peak[:, None, None]
     gram = x.mT @ x
-    return torch.linalg.matrix_norm(gram @ gram) ** 0.25 * peak
+    size: Tensor = torch.linalg.matrix_norm(gram @ gram)
+    return size**0.25 * peak
 
 
 def _dense_norm(x: Tensor) -> Tensor:
@@ -307,13 +312,14 @@ def _orthonormalise(x: Tensor, guess: Tensor | None, tf32: bool) -> Tensor:
             # The first quintics take large singular values close to zero, where TF32 loses them.
             with _exact(x.device, tf32 and i >= _DELICATE):
                 x = _step(x, coefficients)
-        for _ in range(4):
-            with _exact(x.device, tf32):
-                x = _closing_step(x)
-            defect = torch.linalg.matrix_norm(_defect(x))
+        for _ in range(5):
+            e = _defect(x)
+            defect = torch.linalg.matrix_norm(e)
             left = ~(defect <= eps * (n + 10))
             if not bool((left & (defect < 0.5)).any()):  # all done, or too far for this step
                 break
+            with _exact(x.device, tf32):
+                x = _closing_step(x, e)
         result[todo] = x
         if not bool(left.any()):
             return result
@@ -334,12 +340,10 @@ def _step(x: Tensor, coefficients: Quintic) -> Tensor:
     return torch.baddbmm(x, x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
 
 
-def _closing_step(x: Tensor, coefficients: Quintic = (15 / 8, -10 / 8, 3 / 8)) -> Tensor:
+def _closing_step(x: Tensor, e: Tensor, coefficients: Quintic = _NEWTON_SCHULZ) -> Tensor:
     # Written as X plus a correction that vanishes with the defect E = I − XᵀX, so that only the
     # product for E needs full precision.
     a, b, c = coefficients
-    with _exact(x.device):
-        e = _defect(x)
     correction = torch.baddbmm(e, e, e, beta=-(b + 2 * c), alpha=c)
     return torch.baddbmm(x, x, correction, beta=a + b + c)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attncond.effective import Correction, buffer, effective, flat, full
 from attncond.linalg import condition_number, spectral_norm
-from attncond.methods.spectral import PolarState, follow, shift_certificate
+from attncond.methods.spectral import PolarState, Refresh, follow, shift_certificate
 from attncond.sites import Role
 
 # Stacked matrices are solved together, up to this many numbers at a time.
@@ -156,7 +156,7 @@ def _blank(weight: Weight) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def refresh(weights: list[Weight], anchor: bool) -> None:
+def refresh(weights: list[Weight], how: Refresh) -> None:
     """Bring every polar factor up to date with its weight, all of one shape together."""
     for batch in _batches(weights):
         matrix = torch.stack([item.matrix for item in batch])
@@ -166,7 +166,7 @@ def refresh(weights: list[Weight], anchor: bool) -> None:
             [take(item.weight.buffer("correction"), item.index) for item in batch]
         )
         state = PolarState(correction / norm[:, None, None], norm, block)
-        _store(batch, follow(matrix, state, anchor))
+        _store(batch, follow(matrix, state, how))
 
 
 def _store(

@@ -148,20 +148,25 @@ class Spectral:
         return torch.full_like(norm, 0.5 if self.preserve_norm else 1.0), state
 
 
-def follow(matrix: Tensor, state: PolarState, anchor: bool) -> PolarState:
-    """The polar state (b, m, n) after the weights moved a little.
+Refresh = Literal["track", "anchor", "scratch"]
 
-    Tracking costs a few products and no synchronisation, but cannot take in a singular value that
-    passes through zero; ``anchor`` computes the factor anew and does.
+
+def follow(matrix: Tensor, state: PolarState, how: Refresh) -> PolarState:
+    """The polar state (b, m, n) after the weights moved.
+
+    ``"track"`` costs a few products and no synchronisation, but cannot take in a singular value
+    that passes through zero; ``"anchor"`` computes the factor anew, in TF32 where that is enough,
+    and ``"scratch"`` in full precision.
     """
     norm, block = track_norm(matrix, state.block)
-    if anchor:
+    if how != "track":
         norm, block = track_norm(matrix, block)  # weights that moved far need a second look
     norm = norm * _TRACKING_MARGIN
-    if anchor and bool(matrix.isfinite().all()):  # diverged weights stay the training's business
-        factor = polar(matrix, norm, near=state.factor, tf32=True)
-    else:
+    # Weights that diverged are the training's business: tracking passes NaN on without an error.
+    if how == "track" or not bool(matrix.isfinite().all()):
         factor = track_polar(matrix, state.factor, norm)
+    else:
+        factor = polar(matrix, norm, near=state.factor, tf32=how == "anchor")
     return PolarState(factor, norm, block)
 
 
