@@ -3,8 +3,8 @@
 Everything but the method is the same for each variant at a given seed: initial weights, order of
 the data, number of steps. A method changes how far a step goes, so each variant has the learning
 rate that suits it: benchmarks/demo_rates.py chose them in the same way for all, on a part of the
-training images and with seeds that are not the demo's. The accuracy reported is the last epoch's,
-never the best one's.
+training images and with seeds that are not the demo's (results/demo/README.md has the outcomes with
+one rate for all). The accuracy reported is the last epoch's, never the best one's.
 """
 
 from __future__ import annotations
