@@ -29,7 +29,7 @@ demo: $(STAMP)
 
 # One thread per worker: two workers with two threads each would fight for two cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,14 @@ import torch
 import attncond
 
 
+def _without_destination(words: list[str]) -> list[str]:
+    """A command without --out, which names a folder of the machine and decides no figure."""
+    if "--out" not in words:
+        return words
+    i = words.index("--out")
+    return words[:i] + words[i + 2 :]
+
+
 def write(path: Path, figures: dict[str, Any]) -> None:
     """Write figures with their circumstances as JSON, whole or not at all."""
     hardware = {"cpu_cores": os.cpu_count(), "machine": platform.machine()}
@@ -27,7 +35,7 @@ def write(path: Path, figures: dict[str, Any]) -> None:
         if name in sys.modules:
             versions[name] = sys.modules[name].__version__
     record = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_without_destination(sys.argv)]),
         "versions": versions,
         "hardware": hardware,
         **figures,

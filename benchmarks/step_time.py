@@ -163,7 +163,7 @@ def main() -> None:
             row["kappa_max_float64"] = max(c.kappa or 0 for c in v.handle.certificates())
         figures[v.name] = row
         print(v.name, {k: round(x, 4) for k, x in row.items()}, flush=True)
-    settings = {k: str(x) if isinstance(x, Path) else x for k, x in vars(args).items()}
+    settings = {k: x for k, x in vars(args).items() if k != "out"}
     write(args.out, {"settings": settings, "device": device.type, "variants": figures})
 
 

@@ -112,8 +112,12 @@ CASES = [
         "timm-swinv2",
         _timm(
             "swinv2_tiny_window8_256",
-            img_size=32, window_size=4, embed_dim=12, depths=(2,), num_heads=(3,),
-        ),  # fmt: skip
+            img_size=32,
+            window_size=4,
+            embed_dim=12,
+            depths=(2,),
+            num_heads=(3,),
+        ),
         _plain(2, 3, 32, 32),
     ),
     Case(
@@ -129,10 +133,16 @@ CASES = [
     Case("hf-bloom", _hf("bloom", hidden_size=32, n_layer=2, n_head=4), _last_hidden),  # head-major
     Case(
         "hf-albert",  # one layer, used three times
-        _hf("albert", embedding_size=16, hidden_size=32, num_hidden_layers=3,
-            num_attention_heads=4, intermediate_size=32),
+        _hf(
+            "albert",
+            embedding_size=16,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=32,
+        ),
         _last_hidden,
-    ),  # fmt: skip
+    ),
     Case(
         "hf-t5",  # inner width above the model's: tall projections
         lambda: _hf("t5", d_model=24, d_kv=16, d_ff=32, num_layers=2, num_heads=3)().encoder,

@@ -1,4 +1,4 @@
-"""Shared by all tests; its presence puts this folder on the path, where cases.py and oracle.py lie."""
+"""Shared by all tests; its presence puts this folder on the path, for cases.py and oracle.py."""
 
 import pytest
 import torch

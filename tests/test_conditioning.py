@@ -1,6 +1,7 @@
 """The invariants of condition() and its handle, over the table of cases and beyond it."""
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -205,7 +206,8 @@ def train(model, handle, optimizer, steps, generator):
 
 
 @pytest.mark.parametrize(
-    "method", [ac.Spectral(), ac.Spectral.paper_svd(), ac.Spectral(correction="polar", refresh_every=3)]
+    "method",
+    [ac.Spectral(), ac.Spectral.paper_svd(), ac.Spectral(correction="polar", refresh_every=3)],
 )
 def test_a_checkpoint_resumes_bit_for_bit_and_is_refused_by_a_stock_model(method, tmp_path):
     from safetensors.torch import load_file, save_file
@@ -270,7 +272,7 @@ def test_lazy_refresh_and_its_certificate():
         seen.append(model.blocks[0].attn.qkv.attncond_weight_correction.clone())
         for row in handle.certificates():
             assert row.kappa <= row.bound * (1 + 1e-5)
-    changed = [not torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False)]
+    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
     assert changed == [False, False, True, False, False, False, True, False]
 
 
@@ -481,7 +483,9 @@ def test_a_method_is_an_instance(method):
         ac.condition(vit.make(), method)
 
 
-@pytest.mark.parametrize("config", [{}, {"method": "Other", "parameters": {}}, {"method": "Spectral"}])
+@pytest.mark.parametrize(
+    "config", [{}, {"method": "Other", "parameters": {}}, {"method": "Spectral"}]
+)
 def test_a_bad_config_is_refused(config):
     with pytest.raises(ac.ConditioningError, match="config"):
         ac.condition(vit.make(), config)

@@ -32,7 +32,8 @@ MODELS = ("timm-vit", "timm-beit", "torch-encoder", "hf-gpt2")
 
 def run(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
     try:
         for key, (job, *args) in jobs().items():
             torch.save(job(*args), f"{folder}/{key}.{rank}.pt")

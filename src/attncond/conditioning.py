@@ -67,8 +67,8 @@ def condition(
     plan = inspect(model)
     if any(records(m) for m in model.modules()):
         raise AlreadyConditionedError(
-            "this model carries Spectral already. ac.handle(model) gives its handle: remove() takes "
-            "it off, fold() makes it part of the weights."
+            "this model carries Spectral already. ac.handle(model) gives its handle: remove() "
+            "takes it off, fold() makes it part of the weights."
         )
     weights = _plan_weights(model, plan, method, skip_unsupported)
     solved = solve(weights)
@@ -267,8 +267,8 @@ def _plan_weights(
 ) -> list[Weight]:
     if plan.unsupported and not skip_unsupported:
         raise UnsupportedAttentionError(
-            f"{len(plan.unsupported)} attention modules of {type(model).__name__} are not supported "
-            "(skip_unsupported=True leaves them as they are).\n\n"
+            f"{len(plan.unsupported)} attention modules of {type(model).__name__} are not "
+            "supported (skip_unsupported=True leaves them as they are).\n\n"
             + unsupported_table(plan.unsupported)
         )
     if not plan.sites:

@@ -189,7 +189,8 @@ class Conditioned(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = _own_buffers(self)
-        result = super()._apply(fn, recurse)
+        apply: Callable[..., Any] = super()._apply
+        result = apply(fn, recurse)
         for key, old in before.items():
             new = self._buffers[key]
             # model.half() or .to(bfloat16) must not round λ, s and C: W + C is κ-sensitive.
@@ -206,7 +207,8 @@ class Conditioned(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls: Any = type(self)
-        return _rebuild, (cls._attncond_base, cls._attncond_names), self.__getstate__()
+        state: Callable[[], Any] = self.__getstate__
+        return _rebuild, (cls._attncond_base, cls._attncond_names), state()
 
 
 def _own_buffers(owner: nn.Module) -> dict[str, Tensor]:
