@@ -100,7 +100,8 @@ def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tens
         assert diagonal is not None
         columns = torch.arange(matrix.shape[1], device=matrix.device)
         ones = columns == diagonal[:, None]
-        correction = torch.where(ones, shift[:, None], torch.zeros((), dtype=shift.dtype))
+        zero = torch.zeros((), dtype=shift.dtype, device="cpu")  # whatever the default device is
+        correction = torch.where(ones, shift[:, None], zero)
     # In the buffers' float32 or float64 up to here: λ and W differ in size, so that in half
     # precision the sum should be rounded once, not twice.
     result = (matrix + correction) * scale[:, None]

@@ -136,6 +136,9 @@ def project(role: Role, owner: nn.Module, rows: Tensor, *, name: str = "weight")
     size = raw_parameter(owner, name).shape[axis]
     if rows.ndim != 2 or rows.numel() == 0:
         raise UnsupportedAttentionError(f"rows must be (heads, head_dim), not {tuple(rows.shape)}")
+    if rows.is_meta:
+        raise UnsupportedAttentionError("rows on the meta device hold no numbers: device='cpu'")
+    rows = rows.cpu()  # built under a default device, they lie there
     if int(rows.min()) < 0 or int(rows.max()) >= size:
         raise UnsupportedAttentionError(f"rows reach {int(rows.max())}, the weight has {size}")
     return Projection(role, owner, rows, name, axis)

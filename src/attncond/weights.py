@@ -96,14 +96,22 @@ def _batches(weights: Iterable[Weight]) -> Iterator[list[_Item]]:
     groups: dict[Any, list[_Item]] = defaultdict(list)
     for weight in weights:
         matrix = flat(full(weight.raw.detach()), weight.correction.axis)
+        width = _width(weight)
         for which, (_, index) in enumerate(weight.correction.matrices()):
             part = take(matrix, index)
-            key = (part.shape, part.dtype, part.device)
+            key = (part.shape, part.dtype, part.device, width)
             groups[key].append(_Item(weight, which, index, part))
     for items in groups.values():
         size = max(1, _CHUNK // items[0].matrix.numel())
         for i in range(0, len(items), size):
             yield items[i : i + size]
+
+
+def _width(weight: Weight) -> int:
+    """How many singular vectors of each of its matrices a weight keeps; its smallest decides."""
+    correction = weight.correction
+    columns = weight.raw.numel() // weight.raw.shape[correction.axis]
+    return min(_TRACKED, columns, *(index.numel() for _, index in correction.matrices()))
 
 
 @torch.no_grad()
@@ -120,8 +128,7 @@ def solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
                 _put(buffers["scale"], item.index, s)
                 _put(buffers["shift"], item.index, shift)
         else:
-            widths = {blank[id(item.weight)]["block"].shape[-1] for item in batch}
-            scale, state = method.polar_terms(matrix, max(widths))
+            scale, state = method.polar_terms(matrix, _width(batch[0].weight))
             for item, s in zip(batch, scale, strict=True):
                 _put(blank[id(item.weight)]["scale"], item.index, s)
             _store(batch, state, blank)
@@ -142,15 +149,14 @@ def _blank(weight: Weight) -> dict[str, Tensor]:
     if correction.method.correction == "polar":
         buffers["correction"] = zeros(rows, columns)
         buffers["norm"] = zeros(len(matrices))
-        width = min(_TRACKED, columns, *(index.numel() for _, index in matrices))
-        buffers["block"] = zeros(len(matrices), columns, width)
+        buffers["block"] = zeros(len(matrices), columns, _width(weight))
         buffers["age"] = torch.zeros((), dtype=torch.int64, device=raw.device)
         return buffers
     buffers["shift"] = zeros(rows)
-    diagonal = torch.full((rows,), -1)
+    diagonal = torch.full((rows,), -1, device="cpu")  # where the indexes are
     for _, index in matrices:
         ones = min(index.numel(), columns)
-        diagonal[index[:ones]] = torch.arange(ones)
+        diagonal[index[:ones]] = torch.arange(ones, device="cpu")
     buffers["diagonal"] = diagonal.to(raw.device)
     return buffers
 
@@ -198,7 +204,9 @@ def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
     raw, correction = full(weight.raw.detach()), weight.correction
     result = flat(effective(weight.owner, weight.name, raw), correction.axis).double()
     matrix = flat(raw, correction.axis).double()
-    for which, (role, index) in enumerate(correction.matrices()):
+    whole = correction.method.scope == "projection"
+    heads = [h for rows in correction.rows for h in ([None] if whole else range(len(rows)))]
+    for head, (role, index) in zip(heads, correction.matrices(), strict=True):
         part = take(matrix, index)
         norm = float(spectral_norm(part))
         if correction.method.correction == "identity":
@@ -207,12 +215,7 @@ def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
             correct = take(weight.buffer("correction"), index).double()
             bound = _polar_certificate(part, correct, norm)
         kappa = float(condition_number(take(result, index))) if exact else None
-        head = None if correction.method.scope == "projection" else which % _heads(correction, role)
         yield Certificate(str(weight), role, head, norm, bound, kappa)
-
-
-def _heads(correction: Correction, role: Role) -> int:
-    return correction.rows[correction.roles.index(role)].shape[0]
 
 
 def _polar_certificate(matrix: Tensor, correction: Tensor, norm: float) -> float:

@@ -48,7 +48,7 @@ def evolla_compressor(module: Any) -> Site:
 def gated_query(module: Any) -> Site:
     """``q_proj`` viewed as (heads, 2 · head_dim): each head's query, then its output gate."""
     dim = module.head_dim
-    rows = torch.arange(module.q_proj.weight.shape[0]).view(-1, 2 * dim)[:, :dim]
+    rows = torch.arange(module.q_proj.weight.shape[0], device="cpu").view(-1, 2 * dim)[:, :dim]
     kv_heads = module.k_proj.weight.shape[0] // dim
     kv = separate(None, module.k_proj, module.v_proj, heads=kv_heads, kv_heads=kv_heads)
     return Site((project("q", module.q_proj, rows), *kv.projections), "separate, q with its gate")

@@ -186,7 +186,8 @@ def falcon(module: Any) -> Site:
     owner, heads, dim = module.query_key_value, module.num_heads, module.head_dim
     if module.new_decoder_architecture:
         groups = module.num_kv_heads
-        index = torch.arange((heads + 2 * groups) * dim).view(groups, heads // groups + 2, dim)
+        index = torch.arange((heads + 2 * groups) * dim, device="cpu")
+        index = index.view(groups, heads // groups + 2, dim)
         parts = (index[:, :-2].reshape(heads, dim), index[:, -2], index[:, -1])
         projections = (
             project("q", owner, parts[0]),
@@ -205,7 +206,7 @@ def codegen(module: Any) -> Site:
     owner, heads, dim = module.qkv_proj, module.num_attention_heads, module.head_dim
     if heads % 4:
         raise UnsupportedAttentionError(f"CodeGen splits its heads by 4, there are {heads}")
-    index = torch.arange(3 * heads * dim).view(4, 3, heads // 4, dim)
+    index = torch.arange(3 * heads * dim, device="cpu").view(4, 3, heads // 4, dim)
     q, v, k = index.reshape(4, 3, -1, dim).unbind(1)
     projections = (
         project("q", owner, q.reshape(heads, dim)),
