@@ -222,7 +222,7 @@ def fused(
     if head_major:
         if len(set(count.values())) != 1:
             raise UnsupportedAttentionError("head-major weights need as many K, V as Q heads")
-        parts = index.view(heads, -1).split([dim[r] for r in order], dim=1)
+        parts = index.view(count[order[0]], -1).split([dim[r] for r in order], dim=1)
         rows = dict(zip(order, parts, strict=True))
     else:
         parts = index.split([count[r] * dim[r] for r in order])
