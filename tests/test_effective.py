@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import CASE, CASES, METHODS
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
