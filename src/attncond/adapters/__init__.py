@@ -14,7 +14,8 @@ from torch import nn
 
 from attncond.sites import Site
 
-Adapter = Callable[[Any], Site | Iterable[Site]]
+# None says nothing about a module, () that there is no attention in it, nor in what it holds.
+Adapter = Callable[[Any], Site | Iterable[Site] | None]
 A = TypeVar("A", bound=Adapter)
 
 _REGISTRY: dict[str, Adapter] = {}

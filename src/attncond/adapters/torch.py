@@ -15,12 +15,14 @@ _CROSS: WeakSet[nn.Module] = WeakSet()
 
 
 @register(nn.TransformerDecoderLayer)
-def transformer_decoder_layer(module: nn.TransformerDecoderLayer) -> tuple[Site, ...]:
-    """No site of its own: it only tells which of its attentions reads the encoder."""
+def transformer_decoder_layer(module: nn.TransformerDecoderLayer) -> None:
+    """No site of its own: it only tells which of its attentions reads the encoder.
+
+    It leaves its insides unsettled, for one of them may have been exchanged for something unknown.
+    """
     cross = module._modules.get("multihead_attn")
     if cross is not None:
         _CROSS.add(cross)
-    return ()
 
 
 @register(nn.MultiheadAttention)
