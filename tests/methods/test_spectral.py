@@ -354,6 +354,16 @@ def test_the_certificate_of_a_drift_holds_and_the_measured_one_is_no_worse(
     assert measured <= promised * ROUNDING
 
 
+@pytest.mark.parametrize("drift", [0.1, 0.5, 0.9])
+def test_the_certificate_of_a_drift_is_sharp(drift: float) -> None:
+    """σ₁ grows by e while a singular value of zero falls by e: no smaller bound can hold."""
+    moved = torch.diag(torch.tensor([1 + drift, -drift], dtype=torch.float64))
+    correction = torch.eye(2, dtype=torch.float64)  # of diag(1, 0), a factor of which is I
+    promised = drift_certificate(1.0, drift)
+    assert kappa(moved + correction) == pytest.approx(promised, rel=1e-12)
+    assert _polar_certificate(moved, correction, 1 + drift) == pytest.approx(promised, rel=1e-12)
+
+
 @pytest.mark.parametrize(("size", "drift"), [(1.0, 1.0), (1.0, 2.0)])
 def test_there_is_no_certificate_for_a_drift_beyond_the_norm(size: float, drift: float) -> None:
     assert drift_certificate(size, drift) == math.inf
