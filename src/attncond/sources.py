@@ -69,8 +69,10 @@ def _without_memory(create: Callable[[], nn.Module], what: str) -> nn.Module:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Validators announce in the first line what the second one says.
+    text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return f"{type(error).__name__}: {text or 'no message'}"
 
 
 def _from_timm(name: str) -> nn.Module:
@@ -132,6 +134,12 @@ def _from_function(module_name: str, function_name: str) -> nn.Module:
     if here not in sys.path:
         sys.path.insert(0, here)
     where = f"{module_name}:{function_name}"
+    if "/" in module_name or module_name.endswith(".py"):
+        name = ".".join(Path(module_name).with_suffix("").parts).lstrip(".")
+        raise SourceError(
+            f"'{module_name}' is a file; give the name that Python imports it by, from the folder "
+            f"it is in: {name.rpartition('.')[2]}:{function_name}"
+        )
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError) as error:
@@ -145,7 +153,7 @@ def _from_function(module_name: str, function_name: str) -> nn.Module:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SourceError(
             f"importing {module_name} failed with {_one_line(error)} (--debug shows where)"
         ) from error
@@ -157,7 +165,7 @@ def _from_function(module_name: str, function_name: str) -> nn.Module:
         raise SourceError(f"{where} is not a function but of type {type(factory).__name__}")
     try:
         model = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SourceError(
             f"{where}() failed with {_one_line(error)} (--debug shows where)"
         ) from error
