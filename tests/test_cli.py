@@ -103,7 +103,7 @@ def test_a_terminal_gets_a_table(models: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [
-        ("their_models:odd", 1, "1 attention sites, 1 not supported"),
+        ("their_models:odd", 1, "1 attention site, 1 not supported"),
         ("their_models:empty", 1, "no attention was found"),
         ("their_models:broken", 2, "failed with RuntimeError: no such luck (--debug"),
         ("their_models:wrong", 2, "returned no torch.nn.Module but a value of type str"),

@@ -312,7 +312,7 @@ def test_shared_modules_and_tied_parameters_are_conditioned_once():
 def test_a_weight_tied_to_something_else_is_refused():
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2), "out": nn.Linear(16, 48)})
     model["out"].weight = model["attn"].in_proj_weight
-    with pytest.raises(ac.ConditioningError, match=r"tied to out\.weight"):
+    with pytest.raises(ac.ConditioningError, match=r"tied to out\.weight, which this call leaves"):
         ac.condition(model, ac.Spectral())
 
 
@@ -505,3 +505,131 @@ def test_handles_of_one_model_notice_each_other():
     with pytest.raises(ac.ConditioningError, match="overtaken"):
         first.fold()
     assert "overtaken" in repr(first)
+
+
+def test_optimizers_follow_what_each_of_them_trains():
+    model = vit.make(dtype=torch.float32)
+    handle = ac.condition(model, ac.Spectral(correction="polar", refresh_every=2))
+    first = torch.optim.SGD(model.blocks[0].parameters(), lr=0.05)
+    second = torch.optim.SGD(model.blocks[1].parameters(), lr=0.05)
+    handle.attach(first).attach(second)
+    train(model, handle, first, 2, torch.Generator().manual_seed(0))
+    assert model.blocks[0].attn.qkv.attncond_weight_age == 2
+    assert model.blocks[1].attn.qkv.attncond_weight_age == 0
+    ac.handle(model).fold()
+    train(model, handle, first, 1, torch.Generator().manual_seed(0))  # nothing left to follow
+
+
+def test_a_parameter_with_two_corrections_cannot_be_folded():
+    model = nn.ModuleList([nn.MultiheadAttention(16, heads) for heads in (2, 4)])
+    model[1].in_proj_weight = model[0].in_proj_weight
+    handle = ac.condition(model, ac.Spectral(scope="head"))
+    state = stock_state(model)
+    with pytest.raises(ac.NotFoldableError, match="two corrections"):
+        handle.fold()
+    assert same_state(model, state)
+
+
+def test_parts_conditioned_differently_have_handles_of_their_own():
+    model = nn.ModuleList([nn.MultiheadAttention(16, 2) for _ in range(2)])
+    ac.condition(model[0], ac.Spectral())
+    ac.condition(model[1], ac.Spectral.paper_svd())
+    with pytest.raises(ac.ConditioningError, match="each part"):
+        ac.handle(model)
+    assert ac.handle(model[1]).method == ac.Spectral.paper_svd()
+    with pytest.raises(ac.AlreadyConditionedError, match=r"^0 and 1 more"):
+        ac.condition(model, ac.Spectral())
+
+
+def test_inference_mode_leaves_a_model_that_can_be_trained():
+    model = vit.make(dtype=torch.float32)
+    with torch.inference_mode():
+        handle = ac.condition(model, ac.Spectral())
+        handle.calibrate()
+    vit.run(model).square().sum().backward()
+    assert model.blocks[0].attn.qkv.get_parameter("weight").grad.abs().sum() > 0
+
+
+def test_calibrate_and_refresh_refuse_what_condition_refuses():
+    model = vit.make(dtype=torch.float32)
+    handle = ac.condition(model, ac.Spectral.paper_svd())
+    state = stock_state(model)
+    raw = model.blocks[1].attn.qkv.get_parameter("weight")
+    saved = raw.detach().clone()
+    with torch.no_grad():
+        raw.zero_()
+    with pytest.raises(ac.ConditioningError, match="zeros"):
+        handle.calibrate()
+    with pytest.raises(ac.ConditioningError, match="zero matrix"):
+        handle.refresh()
+    with torch.no_grad():
+        raw.fill_(float("nan"))
+    with pytest.raises(ac.ConditioningError, match="NaN"):
+        handle.calibrate()
+    with pytest.raises(ac.ConditioningError, match="NaN"):
+        handle.certificates()
+    with torch.no_grad():
+        raw.copy_(saved)
+    assert list(model.state_dict()) == list(state)
+
+
+def test_an_uncalibrated_model_is_neither_folded_nor_certified():
+    with torch.device("meta"):
+        model = vit.build()
+    handle = ac.condition(model, ac.Spectral())
+    model.to_empty(device="cpu")
+    model.load_state_dict(vit.make(dtype=torch.float32).state_dict(), strict=False)
+    for act in (handle.fold, handle.certificates):
+        with pytest.raises(ac.ConditioningError, match="calibrate"):
+            act()
+
+
+def test_a_checkpoint_of_another_scope_is_not_certified_for_this_one():
+    donor, model = vit.make(), vit.make()
+    ac.condition(donor, ac.Spectral(scope="head"))
+    handle = ac.condition(model, ac.Spectral())
+    model.load_state_dict(donor.state_dict())
+    assert all(row.bound == float("inf") for row in handle.certificates())
+
+
+def test_one_weight_for_two_roles_is_not_split_by_roles():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.q_proj, self.v_proj = 2, nn.Linear(8, 8), nn.Linear(8, 8)
+            self.k_proj = self.q_proj
+
+    with pytest.raises(ac.ConditioningError, match=r"W_K shares q_proj\.weight with W_Q"):
+        ac.condition(Tied(), ac.Spectral(roles="q"))
+    handle = ac.condition(Tied(), ac.Spectral())
+    assert len(handle.certificates()) == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ac.Spectral(lam=1e39, preserve_norm=False), "overflows"),
+        (lambda: ac.Spectral(lam=1e39), "overflows"),
+    ],
+)
+def test_a_correction_beyond_the_dtype_is_refused(build, message):
+    model = vit.make(dtype=torch.float32)
+    state = stock_state(model)
+    with pytest.raises(ac.ConditioningError, match=message):
+        ac.condition(model, build())
+    assert same_state(model, state)
+
+
+def test_lazy_and_sparse_weights_are_refused_by_name():
+    class Own(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.num_heads = 2
+            self.q_proj, self.k_proj, self.v_proj = (layer() for _ in range(3))
+
+    with pytest.raises(ac.UnsupportedAttentionError, match="no shape yet"):
+        ac.condition(Own(lambda: nn.LazyLinear(8)), ac.Spectral())
+    sparse = Own(lambda: nn.Linear(8, 8))
+    sparse.k_proj.weight = nn.Parameter(torch.eye(8).to_sparse())
+    with pytest.raises(ac.ConditioningError, match="sparse"):
+        ac.condition(sparse, ac.Spectral())

@@ -43,6 +43,8 @@ def linear():
         lambda w: torch.zeros(72, 24, out=w),
         lambda w: torch.add(w, 1, out=w),
         lambda w: w.__iadd__(1),
+        lambda w: w.detach().diagonal().fill_(0),
+        lambda w: w.swapaxes(0, 1).zero_(),
     ],
 )
 def test_a_write_that_would_be_lost_is_refused(linear, write):
@@ -75,6 +77,37 @@ def test_the_parameter_can_still_be_written_and_replaced(linear):
     linear.weight = fresh
     assert dict(linear.named_parameters())["weight"] is fresh
     assert isinstance(linear.weight, EffectiveWeight)
+
+
+def test_parametrising_a_conditioned_module_is_refused_before_it_breaks(linear):
+    raw = linear.get_parameter("weight")
+    for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        with pytest.raises(ac.ConditioningError, match="of a conditioned"):
+            wrap(linear)
+        assert linear.get_parameter("weight") is raw
+        assert isinstance(linear.weight, EffectiveWeight)
+
+
+def test_a_saved_copy_of_the_effective_weight_needs_no_attncond(linear):
+    file = io.BytesIO()
+    torch.save(linear.weight.detach(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, linear.weight)
+
+
+def test_feature_extraction_sees_a_conditioned_linear_as_a_leaf():
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model = vit.make(dtype=torch.float32)
+    stock_nodes = list(create_feature_extractor(model, ["fc_norm"]).graph.nodes)
+    ac.condition(model, ac.Spectral())
+    extractor = create_feature_extractor(model, ["fc_norm"])
+    assert [n.name for n in extractor.graph.nodes] == [n.name for n in stock_nodes]
+    x = torch.randn(2, 3, 8, 8)
+    wanted = model.fc_norm(model.pool(model.forward_features(x)))
+    torch.testing.assert_close(extractor(x)["fc_norm"], wanted)
 
 
 def test_isinstance_and_names_survive(linear):

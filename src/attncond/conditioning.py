@@ -12,10 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attncond._version import __version__
-from attncond.effective import Correction, effective, flat, full, install, loads, records, uninstall
+from attncond.effective import (
+    Correction,
+    check_calibrated,
+    effective,
+    flat,
+    full,
+    install,
+    loads,
+    records,
+    uninstall,
+)
 from attncond.errors import (
     AlreadyConditionedError,
     ConditioningError,
+    NotFoldableError,
     UnsupportedAttentionError,
 )
 from attncond.inspection import Plan, inspect, unsupported_table
@@ -63,15 +74,21 @@ def condition(
     True
     >>> handle.fold()
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"condition needs a torch.nn.Module, not {type(model).__name__}")
     method = _method(method)
     plan = inspect(model)
-    if any(records(m) for m in model.modules()):
+    if done := [path or "the model" for path, m in model.named_modules() if records(m)]:
         raise AlreadyConditionedError(
-            "this model carries Spectral already. ac.handle(model) gives its handle: remove() "
-            "takes it off, fold() makes it part of the weights."
+            f"{done[0]} and {len(done) - 1} more are conditioned already. ac.handle(model) gives "
+            "the handle: remove() takes "
+            "it off, fold() makes it part of the weights."
         )
     weights = _plan_weights(model, plan, method, skip_unsupported)
     solved = solve(weights)
+    for weight, buffers in zip(weights, solved, strict=True):
+        if not all(b.is_meta or torch.isfinite(b).all() for b in buffers.values()):
+            raise ConditioningError(f"the correction of {weight} overflows {weight.raw.dtype}")
     try:
         for weight, buffers in zip(weights, solved, strict=True):
             install(weight.owner, weight.name, weight.correction, buffers)
@@ -89,6 +106,11 @@ def handle(model: nn.Module) -> Handle:
         for path, module in model.named_modules()
         for name, correction in records(module).items()
     ]
+    if len({w.correction.method for w in weights}) > 1:
+        raise ConditioningError(
+            "parts of this model were conditioned in different ways; ask for the handle of each "
+            "part, e.g. ac.handle(model.encoder)"
+        )
     if not weights:
         raise ConditioningError("this model is not conditioned; ac.condition(model, ...) does that")
     return Handle(model, weights)
@@ -103,8 +125,6 @@ class Handle:
         self._weights = weights
         self._ended: str | None = None
         self._hooks: dict[int, Any] = {}
-        self._age: int | None = None
-        self._seen_loads = -1
 
     def __repr__(self) -> str:
         state = self._ended or f"{len(self._weights)} weights"
@@ -137,14 +157,14 @@ class Handle:
         if id(inner) in self._hooks:
             raise ConditioningError("this optimizer is attached already")
         trained = {id(p) for group in inner.param_groups for p in group["params"]}
-        if not any(id(w.raw) in trained for w in self._weights):
+        followed = [w for w in self._weights if id(w.raw) in trained]
+        if not followed:
             raise ConditioningError(
                 "this optimizer trains none of the conditioned weights; was it built for another "
                 "copy of the model?"
             )
-        self._hooks[id(inner)] = inner.register_step_post_hook(
-            torch.compiler.disable(self._after_step)
-        )
+        hook = torch.compiler.disable(_Follower(followed))
+        self._hooks[id(inner)] = inner.register_step_post_hook(hook)
         return self
 
     @torch.no_grad()
@@ -154,6 +174,8 @@ class Handle:
         For models conditioned on the meta device, and after loading a stock checkpoint.
         """
         self._check_alive()
+        for weight in self._weights:
+            _check_weight(self.model, weight)
         for weight, buffers in zip(self._weights, solve(self._weights), strict=True):
             install(weight.owner, weight.name, weight.correction, buffers)
 
@@ -162,7 +184,10 @@ class Handle:
         """Bring the polar factor up to date with the weights; λI has nothing to refresh."""
         self._check_alive()
         if self.method.correction == "polar":
-            refresh(self._weights, "scratch")
+            try:
+                refresh(self._weights, "scratch")
+            except ValueError as error:
+                raise ConditioningError(f"the polar factor cannot be refreshed: {error}") from error
 
     def certificates(self, *, exact: bool = True) -> list[Certificate]:
         """A row for each conditioned matrix: the bound on its κ, and its κ unless ``exact=False``.
@@ -183,12 +208,21 @@ class Handle:
         Parameter objects and state-dict keys are the stock model's afterwards.
         """
         self._check_alive()
-        folded = {id(w.raw): (w, effective(w.owner, w.name, full(w.raw))) for w in self._weights}
-        for weight, value in folded.values():
-            if value.is_meta:
+        folded: dict[int, tuple[Weight, Tensor]] = {}
+        for weight in self._weights:
+            if weight.raw.is_meta:
                 raise ConditioningError(
                     "weights on the meta device cannot be folded: load them first"
                 )
+            check_calibrated(weight.owner)
+            value = effective(weight.owner, weight.name, full(weight.raw))
+            first, other = folded.setdefault(id(weight.raw), (weight, value))
+            if not torch.equal(value, other):
+                raise NotFoldableError(
+                    f"{weight} and {first} are one parameter with two corrections (other heads, or "
+                    "tied after conditioning), which no single weight can hold; untie them first"
+                )
+        for weight, value in folded.values():
             if not torch.isfinite(value).all():
                 raise ConditioningError(
                     f"the effective {weight} is not finite, so nothing was folded; remove() gives "
@@ -232,18 +266,31 @@ class Handle:
             self._ended = "overtaken (another handle of the same model removed or folded it)"
             self._check_alive()
 
-    def _after_step(self, *_: Any) -> None:
-        first = self._weights[0]
-        if self._age is None or self._seen_loads != loads(first.owner):
+
+class _Follower:
+    """What an optimizer calls after each step: refresh the polar factors of what it trains."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        self.weights = weights
+        self.every = weights[0].correction.method.refresh_every
+        self.age: int | None = None
+        self.seen_loads = -1
+
+    def __call__(self, *_: Any) -> None:
+        # Another handle may have folded or removed some of them, or all.
+        weights = [w for w in self.weights if records(w.owner)]
+        if not weights:
+            return
+        first = weights[0]
+        if self.age is None or self.seen_loads != loads(first.owner):
             # Once, and after a checkpoint was loaded; reading it every step would stall a GPU.
-            self._age = int(first.buffer("age").item())
-            self._seen_loads = loads(first.owner)
-        self._age += 1
-        torch._foreach_add_([weight.buffer("age") for weight in self._weights], 1)
-        every = self.method.refresh_every
-        if self._age % every == 0:
-            anchor = self._age // _ANCHOR_EVERY != (self._age - every) // _ANCHOR_EVERY
-            refresh(self._weights, "anchor" if anchor else "track")
+            self.age = int(first.buffer("age").item())
+            self.seen_loads = loads(first.owner)
+        self.age += 1
+        torch._foreach_add_([weight.buffer("age") for weight in weights], 1)
+        if self.age % self.every == 0:
+            anchor = self.age // _ANCHOR_EVERY != (self.age - self.every) // _ANCHOR_EVERY
+            refresh(weights, "anchor" if anchor else "track")
 
 
 def _method(method: Spectral | Mapping[str, Any]) -> Spectral:
@@ -282,6 +329,14 @@ def _plan_weights(
             if p.role in method.roles:
                 # A shared module is met at several sites; it is conditioned once.
                 groups[id(p.owner), p.name].setdefault(p.rows.numpy().tobytes(), p)
+    for site in plan.sites:
+        for p in site.projections:
+            for other in groups.get((id(p.owner), p.name), {}).values():
+                if p.role not in method.roles and torch.isin(p.rows, other.rows).any():
+                    raise ConditioningError(
+                        f"W_{p.role.upper()} shares {p.path}.{p.name} with W_{other.role.upper()}, "
+                        f"so that roles={method.roles!r} cannot leave it as it is"
+                    )
     if not groups:
         raise ConditioningError(f"none of the attention has separate weights for {method.roles!r}")
     weights = []
@@ -309,8 +364,9 @@ def _check_sharing(model: nn.Module, weights: list[Weight]) -> None:
         for name, parameter in module._parameters.items():
             weight = conditioned.get(id(parameter))
             if weight is not None and (id(module), name) not in owners:
+                other = f"{path}.{name}" if path else name
                 raise ConditioningError(
-                    f"{weight} is tied to {path}.{name}, which is no attention projection"
+                    f"{weight} is tied to {other}, which this call leaves as it is"
                 )
 
 
@@ -329,6 +385,8 @@ def _check_weight(model: nn.Module, weight: Weight) -> None:
             f"{weight} is quantised or packed ({kind}); condition the model in "
             "float16, bfloat16, float32 or float64 and quantise it after folding"
         )
+    if raw.layout != torch.strided:
+        raise ConditioningError(f"{weight} is sparse ({raw.layout}); make it dense first")
     if raw.is_meta:
         return
     matrix = flat(raw.detach(), weight.correction.axis)

@@ -115,6 +115,9 @@ class EffectiveWeight(torch.Tensor):
     lost without a word; it raises instead.
     """
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # a file needs no attncond
+
     @classmethod
     def __torch_function__(
         cls,
@@ -128,27 +131,19 @@ class EffectiveWeight(torch.Tensor):
         # torch.nn.init passes the tensor it fills by keyword.
         written = [*args[:1], kwargs.get("tensor")] if _writes(name) else []
         if any(isinstance(a, cls) for a in (*written, kwargs.get("out"))):
+            what = "setting an attribute" if name == "__set__" else name
             raise ConditioningError(
-                f"{name} on the effective weight of a conditioned module would be lost. Write to "
-                "the raw parameter instead (module.get_parameter('weight'), or any of "
-                "model.named_parameters()), or condition the model after initialising it."
+                f"{what} on the effective weight of a conditioned module would be lost: it is "
+                "computed anew at each access. Change the raw parameter, which "
+                "model.named_parameters() and module.get_parameter(name) give; condition the model "
+                "after initialising it; or clone() what you want to keep."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return _guard_alias(func, name, result)
+        return _guard_alias(func, result)
 
 
-_ALIASING = frozenset(
-    name
-    for line in (
-        "detach view reshape t transpose permute movedim flatten unflatten squeeze unsqueeze",
-        "select narrow chunk split split_with_sizes unbind __getitem__ tensor_split view_as alias",
-    )
-    for name in line.split()
-)
-_ALIASING_GETTERS = frozenset(
-    getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH")
-)
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _writes(name: str) -> bool:
@@ -160,13 +155,14 @@ def _writes(name: str) -> bool:
     return name.endswith("_")
 
 
-def _guard_alias(func: Callable[..., Any], name: str, result: Any) -> Any:
-    """Keep guarding what shares memory with the effective weight."""
-    if name not in _ALIASING and func not in _ALIASING_GETTERS:
-        return result
+def _guard_alias(func: Callable[..., Any], result: Any) -> Any:
+    """Keep guarding what shares memory with the effective weight: its views and its ``data``."""
     if isinstance(result, tuple | list):
-        return type(result)(r.as_subclass(EffectiveWeight) for r in result)
-    return result.as_subclass(EffectiveWeight) if isinstance(result, Tensor) else result
+        return type(result)(_guard_alias(func, r) for r in result)
+    aliases = func == _DATA or getattr(func, "__name__", "") == "detach"
+    if isinstance(result, Tensor) and (aliases or result._is_view()):
+        return result.as_subclass(EffectiveWeight)
+    return result
 
 
 class Conditioned(nn.Module):
@@ -187,6 +183,11 @@ class Conditioned(nn.Module):
         return (
             self._parameters[target] if target in records(self) else super().get_parameter(target)
         )
+
+    def __delattr__(self, name: str) -> None:
+        if name in records(self):  # parametrize, weight_norm and pruning do, to put theirs there
+            raise ConditioningError(_replaced(self, name))
+        super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = _own_buffers(self)
@@ -212,6 +213,22 @@ class Conditioned(nn.Module):
         return _rebuild, (cls._attncond_base, cls._attncond_names), state()
 
 
+def check_calibrated(owner: nn.Module) -> None:
+    """Refuse to use λ, s and C that were never computed."""
+    if owner.__dict__[_PENDING]:
+        raise ConditioningError(
+            "this model was conditioned on the meta device and its weights came later: load a "
+            "conditioned checkpoint, or call handle.calibrate() once the weights are there"
+        )
+
+
+def _replaced(owner: nn.Module, name: str) -> str:
+    return (
+        f"'{name}' of a conditioned {class_name(owner)} cannot be deleted or parametrised "
+        "(weight_norm, spectral_norm, pruning): fold() or remove() the conditioning first"
+    )
+
+
 def _own_buffers(owner: nn.Module) -> dict[str, Tensor]:
     keys = tuple(buffer_name(name, "") for name in records(owner))
     return {k: b for k, b in owner._buffers.items() if b is not None and k.startswith(keys)}
@@ -228,11 +245,8 @@ def _property(name: str) -> property:
         assert raw is not None
         if isinstance(raw, DTensor):  # FSDP2 asks for what it shards; forward sees it gathered
             return raw
-        if self.__dict__[_PENDING] and not raw.is_meta:
-            raise ConditioningError(
-                "this model was conditioned on the meta device and its weights came later: load a "
-                "conditioned checkpoint, or call handle.calibrate() once the weights are there"
-            )
+        if not raw.is_meta:
+            check_calibrated(self)
         result = effective(self, name)
         if torch.compiler.is_compiling():
             return result
@@ -252,7 +266,8 @@ def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.
     if key not in _CLASSES:
         members = {
             "__doc__": base.__doc__,
-            "__module__": __name__,
+            # FX keeps modules of torch.nn as leaves by this name; pickling goes through _rebuild.
+            "__module__": base.__module__,
             "_attncond_base": base,
             "_attncond_names": names,
             **{name: _property(name) for name in names},

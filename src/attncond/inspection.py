@@ -72,7 +72,10 @@ class Plan:
         return {"sites": sites, "unsupported": [asdict(u) for u in self.unsupported]}
 
     def __str__(self) -> str:
-        lines = [f"{len(self.sites)} attention sites, {len(self.unsupported)} not supported"]
+        count = len(self.sites)
+        lines = [
+            f"{count} attention site{'s' * (count != 1)}, {len(self.unsupported)} not supported"
+        ]
         if self.sites:
             head = ("path", "class", "kind", "heads", "layout", "q, k, v: heads x head_dim x in")
             body = [
@@ -125,7 +128,7 @@ def inspect(model: nn.Module) -> Plan:
     A module that stands at several paths is listed once, under the first.
 
     >>> print(inspect(nn.MultiheadAttention(8, 2)))  # doctest: +ELLIPSIS
-    1 attention sites, 0 not supported
+    1 attention site, 0 not supported
     ...
     """
     if not isinstance(model, nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,6 +30,7 @@ _BLOCK = 8
 _RESOLVED = 1e-4  # one round of quintics brings singular values above this to one
 _CUSHION = 0.024  # keeps large singular values away from zero, as arXiv:2505.16932 does
 _DELICATE = 4  # so many quintics of a round need true float32
+_PRECISION = threading.RLock()
 _HEADROOM = 1.05  # the quintics grow fast beyond their interval; a norm may be a little low
 
 
@@ -207,14 +209,15 @@ def _matrices(a: Tensor) -> tuple[Tensor, torch.Size]:
 def _exact(device: torch.device, tf32: bool = False) -> Iterator[None]:
     # Autocast or a lowered matmul precision set by the caller would silently cost digits.
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    before = backend.matmul.fp32_precision
-    wanted = "tf32" if tf32 and device.type == "cuda" else "ieee"
-    backend.matmul.fp32_precision = wanted
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        backend.matmul.fp32_precision = before
+    with _PRECISION:  # the setting is global: threads must not restore each other's
+        before = backend.matmul.fp32_precision
+        wanted = "tf32" if tf32 and device.type == "cuda" else "ieee"
+        backend.matmul.fp32_precision = wanted
+        try:
+            with torch.autocast(device.type, enabled=False):
+                yield
+        finally:
+            backend.matmul.fp32_precision = before
 
 
 def _gaussian(rows: int, columns: int, like: Tensor, seed: int = _SEED) -> Tensor:

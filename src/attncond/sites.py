@@ -98,6 +98,10 @@ def class_name(module: nn.Module) -> str:
 def raw_parameter(owner: nn.Module, name: str) -> Tensor:
     """The tensor registered under ``name``, past any conditioning, or a refusal that says why."""
     parameter = owner._parameters.get(name)
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise UnsupportedAttentionError(
+            f"'{name}' of {class_name(owner)} has no shape yet; run the model once to give it one"
+        )
     if parameter is None:
         raise UnsupportedAttentionError(
             f"'{name}' of {class_name(owner)} is not a plain Parameter "
@@ -206,6 +210,8 @@ def fused(
     tensor([[ 4,  5,  6,  7],
             [16, 17, 18, 19]])
     """
+    if not order or set(order) - set("qkv") or len(set(order)) < len(order):
+        raise UnsupportedAttentionError(f"order must be some of 'qkv', each once, not {order!r}")
     owner, axis = _weight_of(owner, name)
     size = raw_parameter(owner, name).shape[axis] - start
     count = {r: heads if r == "q" or kv_heads is None else kv_heads for r in order}

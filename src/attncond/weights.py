@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from attncond.effective import Correction, buffer, effective, flat, full
+from attncond.effective import Correction, buffer, check_calibrated, effective, flat, full
+from attncond.errors import ConditioningError
 from attncond.linalg import condition_number, spectral_norm
 from attncond.methods.spectral import PolarState, Refresh, follow, shift_certificate
 from attncond.sites import Role
@@ -114,6 +115,7 @@ def _width(weight: Weight) -> int:
     return min(_TRACKED, columns, *(index.numel() for _, index in correction.matrices()))
 
 
+@torch.inference_mode(False)  # buffers that autograd may meet later
 @torch.no_grad()
 def solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
     """The buffers of every weight, computed before the model is touched."""
@@ -201,6 +203,9 @@ def like_parameter(value: Tensor, raw: Tensor) -> Tensor:
 
 def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
     """What holds now for each matrix of one weight, in float64."""
+    check_calibrated(weight.owner)
+    if not torch.isfinite(weight.raw.detach()).all():
+        raise ConditioningError(f"{weight} holds NaN or Inf; nothing can be said of it")
     raw, correction = full(weight.raw.detach()), weight.correction
     result = flat(effective(weight.owner, weight.name, raw), correction.axis).double()
     matrix = flat(raw, correction.axis).double()
@@ -210,12 +215,23 @@ def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
         part = take(matrix, index)
         norm = float(spectral_norm(part))
         if correction.method.correction == "identity":
-            bound = shift_certificate(float(weight.buffer("shift")[index[0]]), norm)
+            bound = _shift_bound(weight, index, part, norm)
         else:
             correct = take(weight.buffer("correction"), index).double()
             bound = _polar_certificate(part, correct, norm)
         kappa = float(condition_number(take(result, index))) if exact else None
         yield Certificate(str(weight), role, head, norm, bound, kappa)
+
+
+def _shift_bound(weight: Weight, index: Tensor, part: Tensor, norm: float) -> float:
+    """Weyl's bound, if this matrix really carries λI: a checkpoint of another scope does not."""
+    shift = take(weight.buffer("shift"), index).cpu()
+    diagonal = take(weight.buffer("diagonal"), index).cpu()
+    wanted = torch.arange(len(index), device="cpu")
+    wanted[part.shape[1] :] = -1
+    if bool((shift != shift[0]).any()) or not torch.equal(diagonal, wanted):
+        return math.inf
+    return shift_certificate(float(shift[0]), norm)
 
 
 def _polar_certificate(matrix: Tensor, correction: Tensor, norm: float) -> float:

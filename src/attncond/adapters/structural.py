@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import Kind, Site, raw_parameter, separate
+from attncond.sites import Kind, Site, class_name, raw_parameter, separate
 
 TRIPLES = (
     ("q_proj", "k_proj", "v_proj"),
@@ -151,4 +151,12 @@ def _rows(child: nn.Module) -> int:
     while isinstance(base := getattr(child, "base_layer", None), nn.Module):
         child = base
     weight = raw_parameter(child, "weight")
+    known = isinstance(child, nn.Linear | nn.modules.conv._ConvNd) or hasattr(child, "out_features")
+    if isinstance(child, nn.modules.conv._ConvTransposeNd) or not (
+        known or any(c.__name__ == "Conv1D" for c in type(child).__mro__)
+    ):
+        raise UnsupportedAttentionError(
+            f"whether {class_name(child)} stores its weight as (out, in) or (in, out) cannot be "
+            "seen; register an adapter that says so"
+        )
     return weight.shape[1 if type(child).__name__ == "Conv1D" else 0]

@@ -23,9 +23,9 @@ from torch import Tensor
 from attncond.errors import ConditioningError
 from attncond.linalg import polar, spectral_norm, start_block, track_norm, track_polar
 
-# A tracked norm comes from below, and a tracked factor is off by some h: W + rσU has
-# κ ≤ (1 + r)/(r − h). An r of 1.02 costs nothing (κ ≤ 1.99 at h = 0) and pays for both.
-_TRACKING_MARGIN = 1.02
+# A tracked norm comes from below, by up to 0.3%, and a tracked factor is off by some h: W + rσU
+# has κ ≤ (1 + r)/(r − h), so that an r a little above 1 costs nothing and an r below 1 would.
+_TRACKED_NORM, _FRESH_NORM = 1.003, 1.0002
 
 
 class PolarState(NamedTuple):
@@ -125,7 +125,8 @@ class Spectral:
         """
         norm = spectral_norm(matrix)
         if self.lam is not None:
-            lam = torch.full_like(norm, self.lam)
+            # Through float64: a λ beyond the dtype becomes infinite, and is refused by name.
+            lam = torch.full_like(norm, self.lam, dtype=torch.float64).to(norm.dtype)
         else:
             kappa = self.kappa or 2.0
             # Upwards by a few roundings, so that the guarantee survives the arithmetic.
@@ -159,9 +160,9 @@ def follow(matrix: Tensor, state: PolarState, how: Refresh) -> PolarState:
     and ``"scratch"`` in full precision.
     """
     norm, block = track_norm(matrix, state.block)
-    if how != "track":
+    for _ in range({"track": 0, "anchor": 1, "scratch": 3}[how]):
         norm, block = track_norm(matrix, block)  # weights that moved far need a second look
-    norm = norm * _TRACKING_MARGIN
+    norm = norm * (_FRESH_NORM if how == "scratch" else _TRACKED_NORM)
     # Weights that diverged are the training's business: tracking passes NaN on without an error.
     if how == "track" or not bool(matrix.isfinite().all()):
         factor = track_polar(matrix, state.factor, norm)
