@@ -159,3 +159,12 @@ METHODS = {
     "paper-svd": ac.Spectral.paper_svd(),
     "polar-head-v": ac.Spectral(correction="polar", scope="head", roles="v"),
 }
+
+
+def stock_state(model: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def same_state(model: nn.Module, state: dict[str, Tensor]) -> bool:
+    now = model.state_dict()
+    return list(now) == list(state) and all(torch.equal(now[k], v) for k, v in state.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -373,3 +374,16 @@ def test_quintics_meet_their_interval() -> None:
         for a, b, c in linalg._schedule(low, high, steps, 0.024):
             x = a * x + b * x**3 + c * x**5
         assert (x - 1).abs().max() < left
+
+
+def test_threads_do_not_restore_each_others_precision() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        a = gaussian(2, 300, 300).float()
+        with ThreadPoolExecutor(4) as pool:
+            norms = list(pool.map(lambda _: spectral_norm(a), range(8)))
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert all(torch.equal(norm, norms[0]) for norm in norms)

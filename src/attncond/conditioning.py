@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from attncond._version import __version__
 from attncond.effective import (
-    Correction,
     check_calibrated,
     effective,
-    flat,
     full,
     install,
     loads,
     records,
     uninstall,
 )
-from attncond.errors import (
-    AlreadyConditionedError,
-    ConditioningError,
-    NotFoldableError,
-    UnsupportedAttentionError,
-)
-from attncond.inspection import Plan, inspect, unsupported_table
+from attncond.errors import AlreadyConditionedError, ConditioningError, NotFoldableError
+from attncond.inspection import inspect
 from attncond.methods.spectral import Spectral
-from attncond.sites import Projection
-from attncond.weights import (
-    Certificate,
-    Weight,
-    certify,
-    like_parameter,
-    refresh,
-    solve,
-    take,
-)
+from attncond.selection import check_weight, select
+from attncond.weights import Certificate, Weight, certify, like_parameter, refresh, solve
 
 # Optimizer steps between two polar factors computed anew; in between they are tracked.
 _ANCHOR_EVERY = 64
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def condition(
@@ -84,7 +66,7 @@ def condition(
             "the handle: remove() takes "
             "it off, fold() makes it part of the weights."
         )
-    weights = _plan_weights(model, plan, method, skip_unsupported)
+    weights = select(model, plan, method, skip_unsupported)
     solved = solve(weights)
     for weight, buffers in zip(weights, solved, strict=True):
         if not all(b.is_meta or torch.isfinite(b).all() for b in buffers.values()):
@@ -175,7 +157,7 @@ class Handle:
         """
         self._check_alive()
         for weight in self._weights:
-            _check_weight(self.model, weight)
+            check_weight(self.model, weight)
         for weight, buffers in zip(self._weights, solve(self._weights), strict=True):
             install(weight.owner, weight.name, weight.correction, buffers)
 
@@ -307,103 +289,3 @@ def _method(method: Spectral | Mapping[str, Any]) -> Spectral:
         given = f"the class {method.__name__}" if isinstance(method, type) else repr(method)
         raise ConditioningError(f"method must be an instance such as ac.Spectral(), not {given}")
     return method
-
-
-def _plan_weights(
-    model: nn.Module, plan: Plan, method: Spectral, skip_unsupported: bool
-) -> list[Weight]:
-    if plan.unsupported and not skip_unsupported:
-        raise UnsupportedAttentionError(
-            f"{len(plan.unsupported)} attention modules of {type(model).__name__} are not "
-            "supported (skip_unsupported=True leaves them as they are).\n\n"
-            + unsupported_table(plan.unsupported)
-        )
-    if not plan.sites:
-        raise UnsupportedAttentionError(
-            f"no attention was found in {type(model).__name__}. If it has some, register an "
-            "adapter for its class with ac.register."
-        )
-    groups: dict[tuple[int, str], dict[bytes, Projection]] = defaultdict(dict)
-    for site in plan.sites:
-        for p in site.projections:
-            if p.role in method.roles:
-                # A shared module is met at several sites; it is conditioned once.
-                groups[id(p.owner), p.name].setdefault(p.rows.numpy().tobytes(), p)
-    for site in plan.sites:
-        for p in site.projections:
-            for other in groups.get((id(p.owner), p.name), {}).values():
-                if p.role not in method.roles and torch.isin(p.rows, other.rows).any():
-                    raise ConditioningError(
-                        f"W_{p.role.upper()} shares {p.path}.{p.name} with W_{other.role.upper()}, "
-                        f"so that roles={method.roles!r} cannot leave it as it is"
-                    )
-    if not groups:
-        raise ConditioningError(f"none of the attention has separate weights for {method.roles!r}")
-    weights = []
-    for found in groups.values():
-        parts = list(found.values())
-        first = parts[0]
-        taken = torch.cat([p.rows.flatten() for p in parts])
-        if taken.unique().numel() != taken.numel():
-            raise ConditioningError(f"{first.path}.{first.name}: two roles claim the same rows")
-        correction = Correction(
-            method, first.axis, tuple(p.role for p in parts), tuple(p.rows for p in parts)
-        )
-        weights.append(Weight(first.path, first.owner, first.name, correction))
-    _check_sharing(model, weights)
-    for weight in weights:
-        _check_weight(model, weight)
-    return weights
-
-
-def _check_sharing(model: nn.Module, weights: list[Weight]) -> None:
-    """A parameter that something else reads too would change there when it is folded."""
-    conditioned = {id(w.raw): w for w in weights}
-    owners = {(id(w.owner), w.name) for w in weights}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            weight = conditioned.get(id(parameter))
-            if weight is not None and (id(module), name) not in owners:
-                other = f"{path}.{name}" if path else name
-                raise ConditioningError(
-                    f"{weight} is tied to {other}, which this call leaves as it is"
-                )
-
-
-def _check_weight(model: nn.Module, weight: Weight) -> None:
-    raw = weight.raw
-    if isinstance(raw, DTensor):
-        if not _is_sharded_by_fsdp(model, weight.owner):
-            raise ConditioningError(
-                f"{weight} is split by tensor parallelism, where no rank holds a whole matrix; "
-                "condition and fold the model before parallelising it"
-            )
-        raw = full(raw)
-    elif type(raw.data) is not Tensor or raw.dtype not in _DTYPES:
-        kind = type(raw.data).__name__ if type(raw.data) is not Tensor else str(raw.dtype)
-        raise ConditioningError(
-            f"{weight} is quantised or packed ({kind}); condition the model in "
-            "float16, bfloat16, float32 or float64 and quantise it after folding"
-        )
-    if raw.layout != torch.strided:
-        raise ConditioningError(f"{weight} is sparse ({raw.layout}); make it dense first")
-    if raw.is_meta:
-        return
-    matrix = flat(raw.detach(), weight.correction.axis)
-    if not torch.isfinite(matrix).all():
-        raise ConditioningError(f"{weight} holds NaN or Inf; nothing was changed")
-    for role, index in weight.correction.matrices():
-        if not take(matrix, index).any():
-            raise ConditioningError(
-                f"W_{role.upper()} in {weight} is all zeros: it has no condition number to "
-                "improve. Initialise or load the weights first."
-            )
-
-
-def _is_sharded_by_fsdp(model: nn.Module, owner: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(
-        isinstance(m, FSDPModule) and any(child is owner for child in m.modules())
-        for m in model.modules()
-    )

@@ -110,7 +110,7 @@ def raw_parameter(owner: nn.Module, name: str) -> Tensor:
     return parameter
 
 
-def _weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
+def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
     """Resolve wrappers, check that the weight is a matrix, and return (owner, output axis)."""
     while isinstance(base := getattr(owner, "base_layer", None), nn.Module):  # peft keeps W there
         owner = base
@@ -136,7 +136,7 @@ def project(role: Role, owner: nn.Module, rows: Tensor, *, name: str = "weight")
     >>> project("k", linear, torch.arange(8, 16).view(2, 4)).matrix().shape
     torch.Size([2, 4, 8])
     """
-    owner, axis = _weight_of(owner, name)
+    owner, axis = weight_of(owner, name)
     size = raw_parameter(owner, name).shape[axis]
     if rows.ndim != 2 or rows.numel() == 0:
         raise UnsupportedAttentionError(f"rows must be (heads, head_dim), not {tuple(rows.shape)}")
@@ -177,7 +177,7 @@ def separate(
     for role, owner, name in zip(roles, (q, k, v), names, strict=True):
         if owner is None:
             continue
-        owner, axis = _weight_of(owner, name)
+        owner, axis = weight_of(owner, name)
         size = raw_parameter(owner, name).shape[axis]
         count = heads if role == "q" or kv_heads is None else kv_heads
         rows = torch.arange(size, device="cpu")  # whatever the default device is
@@ -212,7 +212,7 @@ def fused(
     """
     if not order or set(order) - set("qkv") or len(set(order)) < len(order):
         raise UnsupportedAttentionError(f"order must be some of 'qkv', each once, not {order!r}")
-    owner, axis = _weight_of(owner, name)
+    owner, axis = weight_of(owner, name)
     size = raw_parameter(owner, name).shape[axis] - start
     count = {r: heads if r == "q" or kv_heads is None else kv_heads for r in order}
     if head_dim is None:

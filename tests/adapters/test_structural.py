@@ -145,3 +145,22 @@ def test_adapted_projections_are_read_below_the_adapter():
     module.q_proj = wrapper
     site = structural.match(module)
     assert site.projection("q").owner is wrapper.base_layer
+
+
+class InOut(nn.Module):
+    """A layer of one's own that stores (in, out), which no shape gives away when it is square."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, size))
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: InOut(8), lambda: nn.ConvTranspose1d(8, 8, 1), lambda: nn.Embedding(8, 8)]
+)
+def test_a_layer_whose_axes_are_unknown_is_not_guessed(layer) -> None:
+    module = nn.Module()
+    module.num_heads = 2
+    module.q_proj, module.k_proj, module.v_proj = layer(), layer(), layer()
+    with pytest.raises(UnsupportedAttentionError, match=r"\(out, in\) or \(in, out\)"):
+        structural.match(module)

@@ -7,12 +7,13 @@ shape tells their order, and a guess would condition the wrong rows in silence.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import Kind, Site, class_name, raw_parameter, separate
+from attncond.sites import Kind, Site, class_name, raw_parameter, separate, weight_of
 
 TRIPLES = (
     ("q_proj", "k_proj", "v_proj"),
@@ -97,7 +98,7 @@ def match(module: nn.Module) -> Site | None:
                 f"{names[1]} has {sizes[1]} rows, which is no multiple of the head size {width}"
             )
         site = separate(q, k, v, heads=heads, kv_heads=sizes[1] // width)
-        return separate(q, k, v, heads=heads, kv_heads=sizes[1] // width, kind=_kind(module, site))
+        return replace(site, kind=_kind(module, site))
     return None
 
 
@@ -148,15 +149,11 @@ def _kind(module: nn.Module, site: Site) -> Kind:
 
 
 def _rows(child: nn.Module) -> int:
-    while isinstance(base := getattr(child, "base_layer", None), nn.Module):
-        child = base
-    weight = raw_parameter(child, "weight")
-    known = isinstance(child, nn.Linear | nn.modules.conv._ConvNd) or hasattr(child, "out_features")
-    if isinstance(child, nn.modules.conv._ConvTransposeNd) or not (
-        known or any(c.__name__ == "Conv1D" for c in type(child).__mro__)
-    ):
+    owner, axis = weight_of(child, "weight")
+    known = isinstance(owner, nn.Linear | nn.modules.conv._ConvNd) or hasattr(owner, "out_features")
+    if isinstance(owner, nn.modules.conv._ConvTransposeNd) or not (known or axis == 1):
         raise UnsupportedAttentionError(
-            f"whether {class_name(child)} stores its weight as (out, in) or (in, out) cannot be "
+            f"whether {class_name(owner)} stores its weight as (out, in) or (in, out) cannot be "
             "seen; register an adapter that says so"
         )
-    return weight.shape[1 if type(child).__name__ == "Conv1D" else 0]
+    return raw_parameter(owner, "weight").shape[axis]

@@ -1,0 +1,126 @@
+"""What is refused, by name and with the model as it was."""
+
+import pytest
+import torch
+from cases import CASE, METHODS, same_state, stock_state
+from torch import nn
+
+import attncond as ac
+
+vit = CASE["timm-vit"]
+
+
+def break_weight(value):
+    def apply(model):
+        with torch.no_grad():
+            model.blocks[1].attn.qkv.weight[30, 2] = value
+
+    return apply
+
+
+def zero_keys(model):
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[24:48] = 0
+
+
+def quantise(model):
+    weight = model.blocks[1].attn.qkv.weight
+    model.blocks[1].attn.qkv.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
+
+
+def float8(model):
+    weight = model.blocks[1].attn.qkv.weight
+    model.blocks[1].attn.qkv.weight = nn.Parameter(weight.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_weight(float("nan")), r"blocks\.1\.attn\.qkv\.weight holds NaN or Inf"),
+        (break_weight(float("inf")), "NaN or Inf"),
+        (zero_keys, "W_K in blocks.1.attn.qkv.weight is all zeros"),
+        (quantise, "quantised"),
+        (float8, "quantised"),
+    ],
+)
+@pytest.mark.parametrize("method", ["default", "paper-svd"])
+def test_bad_weights_are_named_and_the_model_is_untouched(damage, message, method):
+    model = vit.make(dtype=torch.float32)
+    damage(model)
+    before, classes = stock_state(model), [type(m) for m in model.modules()]
+    with pytest.raises(ac.ConditioningError, match=message):
+        ac.condition(model, METHODS[method])
+    assert list(model.state_dict()) == list(before)
+    for k, v in model.state_dict().items():
+        assert v.dtype == before[k].dtype
+        assert torch.equal(torch.nan_to_num(v.double()), torch.nan_to_num(before[k].double()))
+    assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU()), ac.UnsupportedAttentionError, "no attention"),
+        ("not a model", TypeError, r"torch\.nn\.Module"),
+    ],
+)
+def test_models_without_attention(model, error, message):
+    with pytest.raises(error, match=message):
+        ac.condition(model, ac.Spectral())
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.qkv = 2, nn.Linear(8, 24)
+
+    def forward(self, x):
+        return self.qkv(x)
+
+
+def test_unsupported_attention_is_told_or_skipped():
+    model = nn.ModuleList([Odd(), nn.MultiheadAttention(8, 2)])
+    state = stock_state(model)
+    with pytest.raises(ac.UnsupportedAttentionError) as caught:
+        ac.condition(model, ac.Spectral())
+    for word in ("Odd", "qkv", "cannot be guessed", "ac.register", "skip_unsupported"):
+        assert word in str(caught.value)
+    assert same_state(model, state)
+    handle = ac.condition(model, ac.Spectral(), skip_unsupported=True)
+    assert len(handle.certificates()) == 3
+    assert type(model[0].qkv) is nn.Linear
+
+
+def test_a_weight_tied_to_something_else_is_refused():
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2), "out": nn.Linear(16, 48)})
+    model["out"].weight = model["attn"].in_proj_weight
+    with pytest.raises(ac.ConditioningError, match=r"tied to out\.weight, which this call leaves"):
+        ac.condition(model, ac.Spectral())
+
+
+def test_one_weight_for_two_roles_is_not_split_by_roles():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.q_proj, self.v_proj = 2, nn.Linear(8, 8), nn.Linear(8, 8)
+            self.k_proj = self.q_proj
+
+    with pytest.raises(ac.ConditioningError, match=r"W_K shares q_proj\.weight with W_Q"):
+        ac.condition(Tied(), ac.Spectral(roles="q"))
+    handle = ac.condition(Tied(), ac.Spectral())
+    assert len(handle.certificates()) == 2
+
+
+def test_lazy_and_sparse_weights_are_refused_by_name():
+    class Own(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.num_heads = 2
+            self.q_proj, self.k_proj, self.v_proj = (layer() for _ in range(3))
+
+    with pytest.raises(ac.UnsupportedAttentionError, match="no shape yet"):
+        ac.condition(Own(lambda: nn.LazyLinear(8)), ac.Spectral())
+    sparse = Own(lambda: nn.Linear(8, 8))
+    sparse.k_proj.weight = nn.Parameter(torch.eye(8).to_sparse())
+    with pytest.raises(ac.ConditioningError, match="sparse"):
+        ac.condition(sparse, ac.Spectral())
