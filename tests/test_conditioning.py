@@ -508,3 +508,19 @@ def test_a_correction_beyond_the_dtype_is_refused(build, message):
     with pytest.raises(ac.ConditioningError, match=message):
         ac.condition(model, build())
     assert same_state(model, state)
+
+
+def test_calibrating_starts_the_count_of_steps_anew():
+    model = vit.make(dtype=torch.float32)
+    handle = ac.condition(model, ac.Spectral(correction="polar", refresh_every=3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    handle.attach(optimizer)
+    owner = model.blocks[0].attn.qkv
+    train(model, handle, optimizer, 2, torch.Generator().manual_seed(0))
+    handle.calibrate()
+    fresh = owner.attncond_weight_correction.clone()
+    train(model, handle, optimizer, 2, torch.Generator().manual_seed(0))
+    assert owner.attncond_weight_age == 2
+    assert torch.equal(owner.attncond_weight_correction, fresh)
+    train(model, handle, optimizer, 1, torch.Generator().manual_seed(0))
+    assert not torch.equal(owner.attncond_weight_correction, fresh)

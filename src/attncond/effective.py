@@ -62,7 +62,7 @@ def records(owner: nn.Module) -> dict[str, Correction]:
 
 
 def loads(owner: nn.Module) -> int:
-    """How often a state dict was loaded into a conditioned module."""
+    """How often the numbers of a conditioned module came from outside: calibrated, or loaded."""
     count: int = owner.__dict__.get(_LOADS, 0)
     return count
 
@@ -284,6 +284,7 @@ def install(
     found = {**records(owner), name: correction}
     cls = conditioned_class(base, tuple(sorted(found)))
     owner.__dict__[_RECORDS] = found
+    owner.__dict__[_LOADS] = loads(owner) + 1
     owner.__dict__[_PENDING] = any(b.is_meta for b in buffers.values())
     for part, value in buffers.items():
         owner.register_buffer(buffer_name(name, part), value)
