@@ -8,9 +8,6 @@ Writes results/benchmarks/inspect_timm.json.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import time
 import warnings
 from collections import Counter
@@ -25,7 +22,6 @@ import torch
 from timm.layers import weight_init
 from torch import nn
 
-import attncond
 from attncond.inspection import inspect
 
 RESULT = Path(__file__).parents[1] / "results" / "benchmarks" / "inspect_timm.json"
@@ -102,24 +98,10 @@ def sweep(names: Iterable[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the sweep, print its figures and write them down."""
+    from _record import write  # beside this file, which the tests load by its path
+
     result = sweep(timm.list_models())
-    record = {
-        "command": "python benchmarks/inspect_timm.py",
-        "versions": {
-            "attncond": attncond.__version__,
-            "python": platform.python_version(),
-            "timm": timm.__version__,
-            "torch": torch.__version__,
-        },
-        "hardware": {
-            "platform": platform.platform(),
-            "cpus": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-        },
-        **result,
-    }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(record, indent=2) + "\n")
+    write(RESULT, result)
     print(
         f"{result['models']} models, {result['models_with_attention']} with attention: "
         f"{result['supported']} of {result['attention_modules']} attention modules read "
