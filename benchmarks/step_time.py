@@ -4,7 +4,7 @@
     python benchmarks/step_time.py --model vit_tiny_patch16_224 --batch 4 --rounds 2 --steps 4 ...
 
 Each turn of a variant stands between two turns of the stock model, and its ratio is to their mean:
-a GPU's clock follows the power that the last second drew, so that neighbours alone are comparable.
+measured once a round instead, the model after the slowest variant looked 1% faster than its twin.
 The ratio given is the median over rounds. A second stock model shows the noise.
 """
 
