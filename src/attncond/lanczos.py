@@ -1,0 +1,256 @@
+"""The extreme singular values of an operator, each with an error estimate or not given at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Bound", "Extremes", "Operator", "Ritz", "extremes", "largest"]
+
+Side = Literal["rows", "columns"]
+Rule = Literal["formula", "attained", "numerical", "given"]
+
+_EPS = torch.finfo(torch.float64).eps
+_SEED = 0x5EED
+SMALL = 256  # up to this side the SVD of the matrix itself is as fast, and more exact
+_EIGEN = 4096  # beyond this side all eigenvalues of a Gram matrix take minutes on a CPU
+_STEPS = 400
+
+
+class Operator(Protocol):
+    """A linear map in float64 that can write down its Gram matrices."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the vectors live."""
+
+    def forward(self, vector: Tensor) -> Tensor:
+        """J·v: ``(columns,) -> (rows,)``."""
+
+    def adjoint(self, vector: Tensor) -> Tensor:
+        """Jᵀ·u: ``(rows,) -> (columns,)``."""
+
+    def gram(self, side: Side) -> Tensor:
+        """JJᵀ ("rows") or JᵀJ ("columns"); only the lower triangle has to be there."""
+
+    def dense(self) -> Tensor:
+        """J itself."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is known of a rank before anything is computed.
+
+    ``rank`` is not exceeded, and with a rule ("formula", "given") it is the rank. ``null`` holds
+    orthonormal columns that J maps to zero; they may stop short of J's last columns.
+    """
+
+    rank: int
+    rule: Rule | None = None
+    null: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """σ_max and the singular value at the rank, with errors; None means unresolved."""
+
+    sigma_max: float
+    sigma_max_error: float
+    sigma_min: float | None
+    sigma_min_error: float | None
+    rank: int | None
+    rank_rule: Rule
+    numerical_rank: int | None
+    floor: float
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """The largest eigenvalue of a symmetric operator as Lanczos found it."""
+
+    value: float
+    vector: Tensor
+    second: float
+    error: float
+    steps: int
+
+
+def largest(
+    apply: Callable[[Tensor], Tensor],
+    size: int,
+    device: torch.device | str = "cpu",
+    tolerance: float = 1e-13,
+) -> Ritz:
+    """Lanczos with full reorthogonalisation for a positive semidefinite map of ``(size,)``.
+
+    Deterministic, and without effect on torch's random state.
+
+    >>> a = torch.diag(torch.tensor([1.0, 4.0, 2.0], dtype=torch.float64))
+    >>> round(largest(lambda v: a @ v, 3).value, 12)
+    4.0
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    start = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu").to(device)
+    most = min(size, _STEPS)
+    basis = start.new_empty(min(most, 64), size)
+    basis[0] = start / torch.linalg.vector_norm(start)
+    diagonal: list[float] = []
+    beside: list[float] = []
+    while True:
+        k = len(diagonal)
+        now = basis[: k + 1]
+        image = apply(now[k])
+        diagonal.append(float(image @ now[k]))
+        for _ in range(2):  # twice is enough (Kahan and Parlett)
+            image = image - now.mT @ (now @ image)
+        length = float(torch.linalg.vector_norm(image))
+        tri = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+        values, vectors = np.linalg.eigh(tri)
+        top, second = float(values[-1]), float(values[-2]) if k else 0.0
+        residual = abs(length * float(vectors[-1, -1]))
+        error = _eigenvalue_error(residual, top - second)
+        # An invariant subspace, too, ends the search: what remains of the image is rounding.
+        done = length <= 4 * _EPS * abs(top) or (k >= 7 and error <= tolerance * top)
+        if done or k + 1 == most or not math.isfinite(top):
+            weights = torch.from_numpy(vectors[:, -1].copy()).to(device)
+            vector = now.mT @ weights
+            return Ritz(top, vector / torch.linalg.vector_norm(vector), second, error, k + 1)
+        beside.append(length)
+        if k + 1 == len(basis):
+            basis = torch.cat([basis, basis.new_empty(min(len(basis), most - len(basis)), size)])
+        basis[k + 1] = image / length
+
+
+def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extremes:
+    """σ_max, and σ at the rank that ``bound`` names or that the numbers show.
+
+    σ_max comes from Lanczos, the other end from Lanczos on the inverse: a Cholesky factor of the
+    float64 Gram matrix from which the known null space is taken out. It is then corrected with J
+    itself, so that the error is that of J and not of its square. A σ with
+    σ² < n·eps·σ_max², n the smaller side, is not given: None, which reads "unresolved".
+    """
+    if min(operator.shape) <= SMALL and smallest:
+        return _from_svd(operator, bound)
+    rows, columns = operator.shape
+    size = min(rows, columns)
+    if rows <= columns:
+        top = largest(lambda u: operator.forward(operator.adjoint(u)), rows, operator.device)
+    else:
+        top = largest(lambda v: operator.adjoint(operator.forward(v)), columns, operator.device)
+    sigma = math.sqrt(max(top.value, 0.0))
+    floor = math.sqrt(size * _EPS) * sigma
+    error = 4 * _EPS * sigma + top.error / (2 * sigma or 1)
+    rule = bound.rule
+    known = bound.rank if rule else None
+    if not smallest:
+        return Extremes(sigma, error, None, None, known, rule or "numerical", None, floor)
+    if sigma == 0:
+        return Extremes(0.0, 0.0, None, None, 0, "numerical", 0, 0.0)
+    nullity = 0 if bound.null is None else bound.null.shape[1]
+    low = None
+    if bound.rank == rows or bound.rank == columns - nullity:
+        side: Side = "rows" if bound.rank == rows else "columns"
+        low = _smallest(operator, side, bound.null if side == "columns" else None, top.value)
+    if low is not None and low[0] >= floor:
+        rank = bound.rank
+        return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
+    if size > _EIGEN:
+        return Extremes(sigma, error, None, None, known, rule or "numerical", None, floor)
+    gram = operator.gram("rows" if rows <= columns else "columns")
+    values = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).sqrt()
+    # What an eigenvalue of the Gram matrix is uncertain by, as an uncertainty of its root.
+    found = int((values > floor).sum())
+    rank = bound.rank if rule else found
+    last = float(values[rank - 1])
+    if last < floor:
+        return Extremes(sigma, error, None, None, rank, rule or "numerical", found, floor)
+    off = floor**2 / (2 * last)
+    return Extremes(sigma, error, last, off, rank, rule or "numerical", found, floor)
+
+
+def _eigenvalue_error(residual: float, gap: float) -> float:
+    # Both bounds are classical (Parlett, The Symmetric Eigenvalue Problem, Thms 4.5.1, 11.7.1).
+    return min(residual, residual**2 / gap) if gap > 0 else residual
+
+
+def _from_svd(operator: Operator, bound: Bound) -> Extremes:
+    matrix = operator.dense()
+    values = torch.linalg.svdvals(matrix).tolist()
+    size, sigma = min(matrix.shape), values[0]
+    floor = math.sqrt(size * _EPS) * sigma
+    error = 4 * math.sqrt(size) * _EPS * sigma
+    found = sum(value > floor for value in values)
+    nonzero = sum(value > max(matrix.shape) * _EPS * sigma for value in values)
+    if sigma == 0:
+        return Extremes(0.0, 0.0, None, None, 0, "numerical", 0, 0.0)
+    rank = bound.rank if bound.rule else min(bound.rank, nonzero)
+    rule = bound.rule or ("attained" if rank == bound.rank else "numerical")
+    low = values[rank - 1] if rank else 0.0
+    if low < floor or rank == 0:
+        return Extremes(sigma, error, None, None, rank, rule, found, floor)
+    return Extremes(sigma, error, low, error, rank, rule, found, floor)
+
+
+def _smallest(
+    operator: Operator, side: Side, null: Tensor | None, top: float
+) -> tuple[float, float] | None:
+    """σ_min and its error at full rank on one side, or None where Cholesky breaks down."""
+    gram = operator.gram(side)
+    size = len(gram)
+    if null is not None and null.shape[1]:
+        # Moves the zeros to the mean eigenvalue, where they disturb neither end.
+        k = len(null)
+        gram[:k, :k] += (gram.diagonal().mean() * null) @ null.mT
+    factor, info = torch.linalg.cholesky_ex(gram)
+    del gram
+    if int(info) or not bool(factor.diagonal().isfinite().all()):
+        return None
+    solve = _inverse(factor)
+    found = largest(solve, size, operator.device, tolerance=1e-12)
+    if found.value <= 0 or not math.isfinite(found.value):
+        return None
+    there, back = operator.adjoint, operator.forward
+    if side == "columns":
+        there, back = back, there
+    vector = found.vector
+    gap = (1 / found.second if found.second > 0 else top) - 1 / found.value
+    for last in (False, False, True):
+        image = there(vector)
+        sigma = float(torch.linalg.vector_norm(image))
+        residual = back(image) - sigma**2 * vector
+        if last:
+            break
+        # One preconditioned step (PINVIT): removes what the Gram matrix, rounded, put into the
+        # vector, because this residual is that of J.
+        vector = vector - solve(residual)
+        if null is not None:
+            vector[: len(null)] -= null @ (null.mT @ vector[: len(null)])
+        vector = vector / torch.linalg.vector_norm(vector)
+    if sigma == 0:
+        return None
+    off = _eigenvalue_error(float(torch.linalg.vector_norm(residual)), gap)
+    return sigma, 4 * _EPS * math.sqrt(top) + off / (2 * sigma)
+
+
+def _inverse(factor: Tensor) -> Callable[[Tensor], Tensor]:
+    if factor.is_cuda:
+        # Triangular solves run row after row there; a product with the inverse does not.
+        inverse = torch.cholesky_inverse(factor)
+        return lambda v: inverse @ v
+
+    def solve(v: Tensor) -> Tensor:
+        half = torch.linalg.solve_triangular(factor, v[:, None], upper=False)
+        whole: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+        return whole[:, 0]
+
+    return solve
