@@ -44,8 +44,9 @@ def differentiate(
     a = p @ v
     s = q.new_empty(n, v.shape[1], k.shape[1])
     b = q.new_empty(n, v.shape[1], left_k.shape[1])
-    for rows in torch.arange(n).split(max(1, _CHUNK // (m * v.shape[1]))):
-        i = slice(int(rows[0]), int(rows[-1]) + 1)
+    step = _step(p, m * v.shape[1])
+    for start in range(0, n, step):
+        i = slice(start, start + step)
         t = ((v - a[i, None]) * p[i, :, None]).mT
         torch.mul(t @ k, scale, out=s[i])
         b[i] = t @ left_k
@@ -134,7 +135,7 @@ class HeadJacobian:
         gram = h.s.new_empty(n, dv, n, dv)
         weights = (h.left @ h.left.mT, h.scale**2 * (h.q @ h.q.mT), h.y @ h.y.mT)
         s, b = h.s.flatten(0, 1), h.b.flatten(0, 1)
-        step = max(1, _CHUNK // (n * dv * dv))
+        step = _step(gram, n * dv * dv)
         for start in range(0, n, step):
             end = min(n, start + step)
             rows, below = slice(start * dv, end * dv), slice(0, end * dv)
@@ -189,6 +190,11 @@ class HeadJacobian:
         return gram.view(3 * n * dv, 3 * n * dv)
 
 
+def _step(like: Tensor, each: int) -> int:
+    # As many as a cache holds: on a CPU, memory limits the products of so few columns.
+    return max(1, (_CHUNK if like.is_cuda else _CHUNK >> 5) // each)
+
+
 def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a[:, :, None] * b[:, None]
 
@@ -203,7 +209,7 @@ def _accumulate(out: Tensor, left: Tensor, right: Tensor, *, lower: bool = False
     """Add Σ_i left[i, w, x]·right[i, y, z] to out[w, y, x, z], one range of w after the other."""
     (_, width, across), (_, y, z) = left.shape, right.shape
     flat = right.flatten(1)
-    step = max(1, _CHUNK // (across * y * z))
+    step = _step(out, across * y * z)
     for start in range(0, width, step):
         end = min(width, start + step)
         upto = end if lower else across

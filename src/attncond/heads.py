@@ -25,6 +25,7 @@ class Inputs:
     """One head in float64: tokens, weights ``(in, d)``, biases, and which keys a query sees.
 
     ``shift`` is what the mask adds to logits, -inf where ``seen`` is False; both ``(n, m)``.
+    ``weight`` ``(n,)`` multiplies each query's rows of the Jacobian.
     """
 
     x_q: Tensor
@@ -39,6 +40,7 @@ class Inputs:
     scale: float
     stacked: bool
     rtol: float
+    weight: Tensor | None = None
 
     @classmethod
     def of(
@@ -116,17 +118,30 @@ class Inputs:
             return 3 * rows, self.w_q.numel()
         return rows, self.w_q.numel() + self.w_k.numel() + self.w_v.numel()
 
-    def without_the_unseen(self) -> Inputs:
-        """Without keys that nobody sees and queries that see nothing: their derivatives are 0."""
+    def distinct(self) -> Inputs:
+        """The same spectrum without keys that nobody sees and queries that see nothing.
+
+        Equal queries have equal rows in J: one of them times √count has the same JᵀJ.
+        """
         rows, keys = self.seen.any(1), self.seen.any(0)
-        if bool(rows.all() & keys.all()):
-            return self
         if not bool(rows.any()):
             raise ConditioningError(
-                "the mask hides every key from every query: nothing depends on W"
+                "the mask hides every key from every query, so nothing depends on the weights; "
+                "True in a boolean mask means that a query may look"
             )
-        seen, shift = self.seen[rows][:, keys], self.shift[rows][:, keys]
-        return replace(self, x_q=self.x_q[rows], x_kv=self.x_kv[keys], seen=seen, shift=shift)
+        shift = self.shift[rows][:, keys]
+        both = torch.cat([self.x_q[rows], shift], 1)
+        few, counts = torch.unique(both, dim=0, return_counts=True)
+        if len(few) < len(both):
+            x_q, shift = few.split([self.x_q.shape[1], shift.shape[1]], 1)
+        elif bool(rows.all() & keys.all()):
+            return self
+        else:
+            x_q, counts = self.x_q[rows], torch.ones_like(counts)
+        seen = shift > -math.inf
+        weight = counts.double().sqrt()
+        x_kv = self.x_kv[keys]
+        return replace(self, x_q=x_q, x_kv=x_kv, seen=seen, shift=shift, weight=weight)
 
     def bytes(self, smallest: bool) -> int:
         """About how much memory the spectrum takes at its peak."""
@@ -179,7 +194,11 @@ class Inputs:
         v = v if self.bias_v is None else v + self.bias_v
         p = torch.softmax(self.scale * (q @ k.mT) + self.shift, -1)
         p = torch.where(self.seen.any(1, keepdim=True), p, 0.0)
-        return differentiate(q, k, v, p, left_q, left_k, self.scale)
+        head = differentiate(q, k, v, p, left_q, left_k, self.scale)
+        if self.weight is None:
+            return head
+        w = self.weight[:, None]
+        return replace(head, s=w[..., None] * head.s, b=w[..., None] * head.b, y=w * head.y)
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -222,8 +241,9 @@ def _shift(mask: Tensor | None, causal: bool, n: int, m: int, device: torch.devi
                 raise ConditioningError(
                     "mask holds NaN or +inf: use -inf where a query may not look"
                 )
-            shift = mask.double()
-            shift = shift.masked_fill(shift < shift.amax(1, keepdim=True) + _MASKED, -math.inf)
+            # A softmax ignores what a whole row has in common, and -1e9 would swallow the logits.
+            shift = mask.double() - mask.double().amax(1, keepdim=True)
+            shift = torch.where(shift > _MASKED, shift, -math.inf)  # nan: -inf throughout
         else:
             raise ConditioningError(
                 f"mask is {mask.dtype}: make it bool (True: may look) or real (added to logits)"
@@ -313,4 +333,4 @@ def gauge(
     basis: Tensor
     basis, r = torch.linalg.qr(columns)
     # Dependent columns would let directions in that do have an effect.
-    return basis if float(r.diagonal().abs().min()) > 1e-6 else None
+    return basis if bool((r.diagonal().abs() > 1e-6).all()) else None

@@ -117,12 +117,12 @@ def attention_jacobian(
     >>> spectrum.rank, spectrum.rank_rule, spectrum.path
     (6, 'formula', 'closed form')
     >>> round(spectrum.kappa, 4)
-    4.5133
+    8.1686
     """
     with torch.no_grad():
         inputs = Inputs.of(x, w_q, w_k, w_v, **details)
         shape = inputs.shape
-        inputs = inputs.without_the_unseen()
+        inputs = inputs.distinct()
         _require(inputs.bytes(smallest), x.device, memory, "fewer tokens, or smallest=False")
         found = extremes(*inputs.jacobian(), smallest=smallest)
     convention = details.get("convention", "wide")

@@ -17,6 +17,7 @@ Side = Literal["rows", "columns"]
 Rule = Literal["formula", "attained", "numerical", "given"]
 
 _EPS = torch.finfo(torch.float64).eps
+_ROUNDING = 16 * _EPS  # of the length of a product with J, in units of σ_max
 _SEED = 0x5EED
 SMALL = 256  # up to this side the SVD of the matrix itself is as fast, and more exact
 _EIGEN = 4096  # beyond this side all eigenvalues of a Gram matrix take minutes on a CPU
@@ -149,7 +150,7 @@ def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extr
         top = largest(lambda v: operator.adjoint(operator.forward(v)), columns, operator.device)
     sigma = math.sqrt(max(top.value, 0.0))
     floor = math.sqrt(size * _EPS) * sigma
-    error = 4 * _EPS * sigma + top.error / (2 * sigma or 1)
+    error = _ROUNDING * sigma + top.error / (2 * sigma or 1)
     rule = bound.rule
     known = bound.rank if rule else None
     if not smallest:
@@ -166,16 +167,16 @@ def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extr
         return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
     if size > _EIGEN:
         return Extremes(sigma, error, None, None, known, rule or "numerical", None, floor)
-    gram = operator.gram("rows" if rows <= columns else "columns")
-    values = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).sqrt()
-    # What an eigenvalue of the Gram matrix is uncertain by, as an uncertainty of its root.
-    found = int((values > floor).sum())
+    side = "rows" if rows <= columns else "columns"
+    squares, vectors = torch.linalg.eigh(operator.gram(side))
+    found = int((squares > floor**2).sum())
     rank = bound.rank if rule else found
-    last = float(values[rank - 1])
-    if last < floor:
+    if rank == 0 or float(squares[-rank]) < floor**2:
         return Extremes(sigma, error, None, None, rank, rule or "numerical", found, floor)
-    off = floor**2 / (2 * last)
-    return Extremes(sigma, error, last, off, rank, rule or "numerical", found, floor)
+    gaps = (squares - squares[-rank]).abs().sort().values
+    low = _corrected(operator, side, vectors[:, -rank], float(gaps[1]) if size > 1 else 0.0)
+    low = low[0], low[1] + _ROUNDING * sigma
+    return Extremes(sigma, error, *low, rank, rule or "numerical", found, floor)
 
 
 def _eigenvalue_error(residual: float, gap: float) -> float:
@@ -208,9 +209,9 @@ def _smallest(
     gram = operator.gram(side)
     size = len(gram)
     if null is not None and null.shape[1]:
-        # Moves the zeros to the mean eigenvalue, where they disturb neither end.
+        # Moves the zeros to the other end of the spectrum.
         k = len(null)
-        gram[:k, :k] += (gram.diagonal().mean() * null) @ null.mT
+        gram[:k, :k] += (top * null) @ null.mT
     factor, info = torch.linalg.cholesky_ex(gram)
     del gram
     if int(info) or not bool(factor.diagonal().isfinite().all()):
@@ -219,27 +220,34 @@ def _smallest(
     found = largest(solve, size, operator.device, tolerance=1e-12)
     if found.value <= 0 or not math.isfinite(found.value):
         return None
-    there, back = operator.adjoint, operator.forward
-    if side == "columns":
-        there, back = back, there
     vector = found.vector
     gap = (1 / found.second if found.second > 0 else top) - 1 / found.value
-    for last in (False, False, True):
-        image = there(vector)
-        sigma = float(torch.linalg.vector_norm(image))
-        residual = back(image) - sigma**2 * vector
-        if last:
-            break
-        # One preconditioned step (PINVIT): removes what the Gram matrix, rounded, put into the
+    for _ in range(2):
+        # A preconditioned step (PINVIT): it removes what the Gram matrix, rounded, put into the
         # vector, because this residual is that of J.
-        vector = vector - solve(residual)
+        vector = vector - solve(_residual(operator, side, vector)[1])
         if null is not None:
             vector[: len(null)] -= null @ (null.mT @ vector[: len(null)])
         vector = vector / torch.linalg.vector_norm(vector)
-    if sigma == 0:
-        return None
-    off = _eigenvalue_error(float(torch.linalg.vector_norm(residual)), gap)
-    return sigma, 4 * _EPS * math.sqrt(top) + off / (2 * sigma)
+    sigma, error = _corrected(operator, side, vector, gap)
+    return (sigma, error + _ROUNDING * math.sqrt(top)) if sigma > 0 else None
+
+
+def _residual(operator: Operator, side: Side, vector: Tensor) -> tuple[float, Tensor]:
+    """‖Jᵀu‖ and JJᵀu − ‖Jᵀu‖²u (side "rows") without the Gram matrix and its rounding."""
+    there, back = operator.adjoint, operator.forward
+    if side == "columns":
+        there, back = back, there
+    image = there(vector)
+    sigma = float(torch.linalg.vector_norm(image))
+    return sigma, back(image) - sigma**2 * vector
+
+
+def _corrected(operator: Operator, side: Side, vector: Tensor, gap: float) -> tuple[float, float]:
+    """The singular value of an approximate singular vector, and its error."""
+    sigma, residual = _residual(operator, side, vector)
+    error = _eigenvalue_error(float(torch.linalg.vector_norm(residual)), gap)
+    return sigma, error / (2 * sigma or 1)
 
 
 def _inverse(factor: Tensor) -> Callable[[Tensor], Tensor]:
