@@ -73,7 +73,7 @@ def agrees(found: JacobianSpectrum, sigma: Tensor) -> None:
         assert found.kappa is not None
         off = abs(found.sigma_min - last)
         assert off <= found.sigma_min_error + 1e-14 * top
-        assert off <= 1e-8 * last
+        assert off <= 1e-8 * last or last < 1e-6 * top  # where an SVD has few more digits itself
         assert found.kappa == pytest.approx(found.sigma_max / found.sigma_min)
         assert found.numerical_rank == rank
 

@@ -158,16 +158,20 @@ def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extr
     if sigma == 0:
         return Extremes(0.0, 0.0, None, None, 0, "numerical", 0, 0.0)
     nullity = 0 if bound.null is None else bound.null.shape[1]
-    low = None
-    if bound.rank == rows or bound.rank == columns - nullity:
+    full = bound.rank == rows or bound.rank == columns - nullity
+    if full:
         side: Side = "rows" if bound.rank == rows else "columns"
         low = _smallest(operator, side, bound.null if side == "columns" else None, top.value)
-    if low is not None and low[0] >= floor:
-        rank = bound.rank
-        return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
+        if low is not None and low[0] >= floor:
+            rank = bound.rank
+            return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
     if size > _EIGEN:
         return Extremes(sigma, error, None, None, known, rule or "numerical", None, floor)
     side = "rows" if rows <= columns else "columns"
+    if full and rule:
+        squares = torch.linalg.eigvalsh(operator.gram(side))
+        found = int((squares > floor**2).sum())
+        return Extremes(sigma, error, None, None, bound.rank, rule, found, floor)
     squares, vectors = torch.linalg.eigh(operator.gram(side))
     found = int((squares > floor**2).sum())
     rank = bound.rank if rule else found
