@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from attncond import derivative
 from attncond.derivative import HeadJacobian, differentiate
-from attncond.heads import Inputs
+from attncond.head_inputs import Inputs
 
 props = settings(derandomize=True, deadline=None, max_examples=150)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from attncond import lanczos
 from attncond.errors import ConditioningError
 from attncond.functional import FunctionJacobian
-from attncond.heads import Convention, Inputs
+from attncond.head_inputs import Convention, Inputs
 from attncond.lanczos import Bound, Extremes, extremes
 
 __all__ = [

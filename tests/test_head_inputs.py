@@ -10,7 +10,7 @@ import torch
 from attention_heads import gaussian, heads, plain_head
 from hypothesis import given, settings
 
-from attncond.heads import Inputs, gauge, reduce_tokens, wide_rank
+from attncond.head_inputs import Inputs, gauge, reduce_tokens, wide_rank
 
 props = settings(derandomize=True, deadline=None, max_examples=150)
 
