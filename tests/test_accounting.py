@@ -150,6 +150,18 @@ def test_the_table_for_a_reader() -> None:
     assert "(+20.000%)" in text  # 1/5
 
 
+def test_what_cannot_be_read_is_said_to_be_missing() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(4, 12)
+
+    model = nn.Sequential(nn.MultiheadAttention(4, 1), Odd())
+    costs = accounting.account(model, tokens=2)
+    assert costs.uncounted == ("1",)
+    assert str(costs).endswith("not counted: 1")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

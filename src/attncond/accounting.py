@@ -65,11 +65,13 @@ class ProjectionCost:
 class Accounting:
     """What :func:`account` found. ``print`` shows Tables 8 and 9 with the model's numbers.
 
-    ``correction_bytes`` are the buffers that attncond keeps beside the weights, 0 in a stock model.
+    ``correction_bytes`` are the buffers that attncond keeps beside the weights, 0 in a stock model;
+    ``uncounted`` are the paths of attention that `inspect` cannot read.
     """
 
     rows: tuple[ProjectionCost, ...]
     correction_bytes: int
+    uncounted: tuple[str, ...] = ()
 
     def total(self, what: str) -> int:
         """The sum over all projections of one of the fields of `ProjectionCost`."""
@@ -114,7 +116,8 @@ class Accounting:
                 f"{flops + self.total('flops_added_to_weight'):,} (+{self.overhead_weight:.3%})",
             ),
         ]
-        return table(head, body)
+        left_out = f"\n\nnot counted: {', '.join(self.uncounted)}" if self.uncounted else ""
+        return table(head, body) + left_out
 
 
 def account(model: nn.Module, tokens: Tokens) -> Accounting:
@@ -139,7 +142,9 @@ def account(model: nn.Module, tokens: Tokens) -> Accounting:
         for name, buffer in model.named_buffers()
         if name.rpartition(".")[2].startswith("attncond_")
     }
-    return Accounting(tuple(rows), sum(b.numel() * b.element_size() for b in buffers.values()))
+    size = sum(b.numel() * b.element_size() for b in buffers.values())
+    uncounted = tuple(u.path or "(the model)" for u in inspect(model).unsupported)
+    return Accounting(tuple(rows), size, uncounted)
 
 
 def count_tokens(model: nn.Module, run: Callable[[], Any]) -> dict[tuple[str, Role], int]:
