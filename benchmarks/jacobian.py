@@ -1,6 +1,6 @@
 """How long the exact spectrum of a head's Jacobian takes, and how much memory.
 
-    OMP_NUM_THREADS=2 python benchmarks/jacobian.py          # a small head and one of ViT-B/16
+    OMP_NUM_THREADS=1 python benchmarks/jacobian.py          # a small head and one of ViT-B/16
     python benchmarks/jacobian.py --device cuda              # and all 144 heads of ViT-B/16
 
 The small head (64 tokens of width 128, head_dim 24) is compared with torch.func.jacrev and svdvals

@@ -298,7 +298,8 @@ def _of_head(name: str, t: Tensor | None, h: int, ndim: int, count: int) -> Tens
 def _require(needed: int, device: torch.device, limit: int | None, remedy: str) -> None:
     if limit is None:
         if device.type == "cuda":
-            limit = torch.cuda.mem_get_info(device)[0]
+            held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            limit = torch.cuda.mem_get_info(device)[0] + held
         elif hasattr(os, "sysconf"):
             limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
         else:

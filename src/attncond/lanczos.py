@@ -162,7 +162,7 @@ def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extr
     if full:
         side: Side = "rows" if bound.rank == rows else "columns"
         low = _smallest(operator, side, bound.null if side == "columns" else None, top.value)
-        if low is not None and low[0] >= floor:
+        if low is not None and low[0] >= floor and low[1] <= 0.1 * low[0]:
             rank = bound.rank
             return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
     if size > _EIGEN:
