@@ -220,6 +220,8 @@ def _check(name: str, t: Tensor, ndim: int, device: torch.device) -> None:
             f"{name} has shape {tuple(t.shape)}, one head needs {wanted}: "
             "take one sample of a batch, or attention_jacobians for several heads"
         )
+    if device.type == "mps":
+        raise ConditioningError("mps has no float64, which exact spectra need: move to the CPU")
     if t.device != device:
         raise ConditioningError(f"{name} is on {t.device}, x on {device}: move them together")
     if not bool(t.isfinite().all()):
