@@ -10,7 +10,7 @@ from attncond.errors import (
     UnsupportedAttentionError,
 )
 from attncond.inspection import Plan, Unsupported, inspect
-from attncond.methods import Spectral
+from attncond.methods import Precondition, RemoveGap, Spectral
 from attncond.sites import Projection, Site, fused, join, project, separate
 from attncond.weights import Certificate
 
@@ -21,7 +21,9 @@ __all__ = [
     "Handle",
     "NotFoldableError",
     "Plan",
+    "Precondition",
     "Projection",
+    "RemoveGap",
     "Site",
     "Spectral",
     "Unsupported",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +17,17 @@ from attncond.effective import (
     full,
     install,
     loads,
+    recast,
     records,
     uninstall,
 )
 from attncond.errors import AlreadyConditionedError, ConditioningError, NotFoldableError
-from attncond.inspection import inspect
-from attncond.methods.spectral import Spectral
-from attncond.selection import check_weight, select
+from attncond.folding import fold_heads
+from attncond.heads import HeadMethod, add, conditioned_heads, drop
+from attncond.inspection import Plan, inspect
+from attncond.methods import METHODS, Method, Precondition, RemoveGap, Spectral
+from attncond.selection import check_weight, select, select_heads
+from attncond.sites import Site
 from attncond.weights import Certificate, Weight, certify, like_parameter, refresh, solve
 
 # Optimizer steps between two polar factors computed anew; in between they are tracked.
@@ -31,7 +36,7 @@ _ANCHOR_EVERY = 64
 
 def condition(
     model: nn.Module,
-    method: Spectral | Mapping[str, Any],
+    method: Method | Mapping[str, Any],
     *,
     skip_unsupported: bool = False,
 ) -> Handle:
@@ -39,11 +44,13 @@ def condition(
 
     Args:
         model: Any module; may be compiled, wrapped (DDP, FSDP2) or on the meta device.
-        method: What to do, e.g. ``ac.Spectral()``, or the ``config`` of another handle.
-        skip_unsupported: Leave attention that no adapter reads as it is, instead of raising.
+        method: What to do: ``ac.Spectral()``, ``ac.RemoveGap()``, ``ac.Precondition()``, or the
+            ``config`` of another handle. Different methods compose by calling again; whatever the
+            order of the calls, the weights come first, then the gap, then the preconditioner.
+        skip_unsupported: Leave attention that cannot be conditioned as it is, instead of raising.
 
     Raises:
-        UnsupportedAttentionError: No attention, or some that no adapter reads.
+        UnsupportedAttentionError: No attention, or some that this method cannot reach.
         AlreadyConditionedError: The method is on the model already.
         ConditioningError: Weights that cannot be conditioned (not finite, zero, quantised, ...).
 
@@ -60,12 +67,14 @@ def condition(
         raise TypeError(f"condition needs a torch.nn.Module, not {type(model).__name__}")
     method = _method(method)
     plan = inspect(model)
-    if done := [path or "the model" for path, m in model.named_modules() if records(m)]:
+    if done := [path or "the model" for path, _ in _carriers(model, type(method))]:
         raise AlreadyConditionedError(
-            f"{done[0]} and {len(done) - 1} more are conditioned already. ac.handle(model) gives "
-            "the handle: remove() takes "
-            "it off, fold() makes it part of the weights."
+            f"{done[0]} and {len(done) - 1} more carry {type(method).__name__} already. "
+            "ac.handle(model) gives the handle: remove() takes it off, fold() makes it part of the "
+            "weights where that is possible."
         )
+    if not isinstance(method, Spectral):
+        return Handle(model, method, heads=_condition_heads(model, plan, method, skip_unsupported))
     weights = select(model, plan, method, skip_unsupported)
     solved = solve(weights)
     for weight, buffers in zip(weights, solved, strict=True):
@@ -78,38 +87,107 @@ def condition(
         for weight in weights:
             uninstall(weight.owner)
         raise
-    return Handle(model, weights)
+    return Handle(model, method, weights=weights)
 
 
-def handle(model: nn.Module) -> Handle:
-    """The handle of a model that is conditioned already: a deep copy, a loaded or an EMA model."""
-    weights = [
-        Weight(path, module, name, correction)
-        for path, module in model.named_modules()
-        for name, correction in records(module).items()
+def _condition_heads(
+    model: nn.Module, plan: Plan, method: HeadMethod, skip_unsupported: bool
+) -> list[Site]:
+    sites = select_heads(model, plan, method, skip_unsupported)
+    counts = Counter(id(site.module) for site in sites)
+    unique = {id(site.module): site for site in sites}.values()
+    try:
+        for site in unique:
+            add(site.module, method, site.hidden, counts[id(site.module)], site.path)
+            recast(site.module)
+    except BaseException:
+        for site in unique:
+            _drop(site.module, type(method))
+        raise
+    return sites
+
+
+def _drop(module: nn.Module, method: type[HeadMethod]) -> None:
+    drop(module, method)
+    recast(module)
+
+
+def _carriers(model: nn.Module, method: type[Method]) -> list[tuple[str, nn.Module]]:
+    """The modules that carry a method, with their paths."""
+    if method is Spectral:
+        return [(path, m) for path, m in model.named_modules() if records(m)]
+    return [
+        (path, m)
+        for path, m in model.named_modules()
+        if (heads := conditioned_heads(m)) and any(type(h) is method for h in heads.methods())
     ]
-    if len({w.correction.method for w in weights}) > 1:
+
+
+def handle(model: nn.Module, method: type[Method] | None = None) -> Handle:
+    """The handle of a model that is conditioned already: a deep copy, a loaded or an EMA model.
+
+    ``method`` says which, where several are on: ``ac.handle(model, ac.RemoveGap)``.
+    """
+    on = [m for m in METHODS.values() if _carriers(model, m)]
+    if not on:
+        raise ConditioningError("this model is not conditioned; ac.condition(model, ...) does that")
+    names = " and ".join(m.__name__ for m in on)
+    if method is None and len(on) > 1:
+        raise ConditioningError(
+            f"this model carries {names}: say which one you mean, e.g. "
+            f"ac.handle(model, ac.{on[0].__name__})"
+        )
+    method = method or on[0]
+    if method not in on:
+        wanted = getattr(method, "__name__", repr(method))
+        raise ConditioningError(f"this model carries {names}, not {wanted}")
+    found: list[Method]
+    weights: list[Weight] = []
+    sites: list[Site] = []
+    if method is Spectral:
+        weights = [
+            Weight(path, module, name, correction)
+            for path, module in _carriers(model, method)
+            for name, correction in records(module).items()
+        ]
+        found = [w.correction.method for w in weights]
+    else:
+        carriers = [module for _, module in _carriers(model, method)]
+        sites = [s for s in inspect(model) if any(s.module is m for m in carriers)]
+        records_found = [conditioned_heads(m) for m in carriers]
+        found = [h for r in records_found if r for h in r.methods() if type(h) is method]
+    if len(set(found)) > 1:
         raise ConditioningError(
             "parts of this model were conditioned in different ways; ask for the handle of each "
             "part, e.g. ac.handle(model.encoder)"
         )
-    if not weights:
-        raise ConditioningError("this model is not conditioned; ac.condition(model, ...) does that")
-    return Handle(model, weights)
+    return Handle(model, found[0], weights=weights, heads=sites)
 
 
 class Handle:
-    """Holds on to a conditioned model. Made by :func:`condition` and :func:`handle`."""
+    """Holds on to a conditioned model. Made by :func:`condition` and :func:`handle`.
 
-    def __init__(self, model: nn.Module, weights: list[Weight]) -> None:
+    A handle is of one method: that of :class:`Spectral` changes weights, the others heads.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        *,
+        weights: Sequence[Weight] = (),
+        heads: Sequence[Site] = (),
+    ) -> None:
         self.model = model
-        self.method = weights[0].correction.method
-        self._weights = weights
+        self.method = method
+        self._weights = list(weights)
+        self._heads = list(heads)
         self._ended: str | None = None
         self._hooks: dict[int, Any] = {}
 
     def __repr__(self) -> str:
-        state = self._ended or f"{len(self._weights)} weights"
+        count = f"{len(self._weights)} weights" if self._weights else f"{len(self._heads)} sites"
+        state = self._ended or count
         return f"<attncond.Handle {self.method} on {type(self.model).__name__}: {state}>"
 
     @property
@@ -121,6 +199,10 @@ class Handle:
             "parameters": asdict(self.method),
         }
 
+    @property
+    def _follows(self) -> bool:
+        return isinstance(self.method, Spectral) and self.method.correction == "polar"
+
     def attach(self, optimizer: torch.optim.Optimizer) -> Handle:
         """Let the polar factor follow the weights: refresh it after ``optimizer.step()``.
 
@@ -128,7 +210,7 @@ class Handle:
         a gradient scaler skips do not count.
         """
         self._check_alive()
-        if self.method.correction != "polar":
+        if not self._follows:
             return self
         # accelerate's wrapper keeps the real optimizer, whose hooks are the ones that run.
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -165,7 +247,7 @@ class Handle:
     def refresh(self) -> None:
         """Bring the polar factor up to date with the weights; λI has nothing to refresh."""
         self._check_alive()
-        if self.method.correction == "polar":
+        if self._follows:
             try:
                 refresh(self._weights, "scratch")
             except ValueError as error:
@@ -187,9 +269,16 @@ class Handle:
     def fold(self) -> None:
         """Write the effective weights into the parameters: a stock model with the same outputs.
 
-        Parameter objects and state-dict keys are the stock model's afterwards.
+        Parameter objects and state-dict keys are the stock model's afterwards. Only this handle's
+        method is folded; others stay. What a head does with its output is no weight, so that
+        Precondition cannot be folded, nor RemoveGap, save in attention over channels
+        (cross-covariance), where the mean of the values is one of the rows of W_V.
         """
         self._check_alive()
+        if not isinstance(self.method, Spectral):
+            fold_heads(self.model, self._heads, self.method)
+            self._end("folded")
+            return
         folded: dict[int, tuple[Weight, Tensor]] = {}
         for weight in self._weights:
             if weight.raw.is_meta:
@@ -233,6 +322,9 @@ class Handle:
     def _end(self, how: str) -> None:
         for weight in self._weights:
             uninstall(weight.owner)
+        if not isinstance(self.method, Spectral):
+            for site in self._heads:
+                _drop(site.module, type(self.method))
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -244,7 +336,9 @@ class Handle:
                 f"this handle was {self._ended}: the model is a stock model again, and "
                 "ac.condition(model, ...) conditions it anew"
             )
-        if any(not records(w.owner) for w in self._weights):
+        carriers = {id(m) for _, m in _carriers(self.model, type(self.method))}
+        owners = [w.owner for w in self._weights] + [s.module for s in self._heads]
+        if any(id(owner) not in carriers for owner in owners):
             self._ended = "overtaken (another handle of the same model removed or folded it)"
             self._check_alive()
 
@@ -275,17 +369,19 @@ class _Follower:
             refresh(weights, "anchor" if anchor else "track")
 
 
-def _method(method: Spectral | Mapping[str, Any]) -> Spectral:
+def _method(method: Method | Mapping[str, Any]) -> Method:
     if isinstance(method, Mapping):
-        if method.get("method") != "Spectral" or not isinstance(method.get("parameters"), Mapping):
+        cls = METHODS.get(str(method.get("method")))
+        if cls is None or not isinstance(method.get("parameters"), Mapping):
             raise ConditioningError(
-                "a config needs 'method': 'Spectral' and 'parameters'; handle.config writes it"
+                f"a config needs 'method' (one of {', '.join(METHODS)}) and 'parameters'; "
+                "handle.config writes it"
             )
         try:
-            return Spectral(**method["parameters"])
+            return cls(**method["parameters"])
         except TypeError as error:
             raise ConditioningError(f"this config does not fit this version: {error}") from error
-    if not isinstance(method, Spectral):
+    if not isinstance(method, Spectral | Precondition | RemoveGap):
         given = f"the class {method.__name__}" if isinstance(method, type) else repr(method)
         raise ConditioningError(f"method must be an instance such as ac.Spectral(), not {given}")
     return method

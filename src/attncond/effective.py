@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attncond.errors import ConditioningError
+from attncond.heads import conditioned_heads, slow_path_weight
 from attncond.methods.spectral import Spectral
 from attncond.sites import Role, class_name
 
@@ -169,14 +170,23 @@ class Conditioned(nn.Module):
     """Mixed in before the owner's class; see :func:`conditioned_class`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The owner's own forward, refused where tensor parallelism sliced its weights."""
+        """The owner's own forward, its attention intercepted where its heads are conditioned.
+
+        Refused where tensor parallelism sliced its weights.
+        """
         for name in records(self):
             if isinstance(self._parameters[name], DTensor):
                 raise ConditioningError(
                     f"'{name}' of a conditioned {class_name(self)} is a DTensor during forward: "
                     "tensor parallelism is not supported. Fold the model before parallelising it."
                 )
-        return super().forward(*args, **kwargs)
+        heads = conditioned_heads(self)
+        if heads is None:
+            return super().forward(*args, **kwargs)
+        mode = heads.interception()
+        with mode:
+            output = super().forward(*args, **kwargs)
+        return mode.finish(output)
 
     def get_parameter(self, target: str) -> Any:
         """The raw parameter, also where the attribute reads as the effective weight."""
@@ -203,6 +213,8 @@ class Conditioned(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if not records(self):
+            return
         self.__dict__[_LOADS] = loads(self) + 1
         if all(f"{prefix}{key}" in state_dict for key in _own_buffers(self)):
             self.__dict__[_PENDING] = False
@@ -210,7 +222,7 @@ class Conditioned(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls: Any = type(self)
         state: Callable[[], Any] = self.__getstate__
-        return _rebuild, (cls._attncond_base, cls._attncond_names), state()
+        return _rebuild, (cls._attncond_base, cls._attncond_names, cls._attncond_heads), state()
 
 
 def check_calibrated(owner: nn.Module) -> None:
@@ -234,8 +246,8 @@ def _own_buffers(owner: nn.Module) -> dict[str, Tensor]:
     return {k: b for k, b in owner._buffers.items() if b is not None and k.startswith(keys)}
 
 
-def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    cls = conditioned_class(base, names)
+def _rebuild(base: type[nn.Module], names: tuple[str, ...], heads: bool = False) -> nn.Module:
+    cls = conditioned_class(base, names, heads)
     return cls.__new__(cls)
 
 
@@ -257,38 +269,52 @@ def _property(name: str) -> property:
     )
 
 
-_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
 
 
-def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of ``base`` in which ``names`` read as effective weights; one per base."""
-    key = (base, names)
+def conditioned_class(
+    base: type[nn.Module], names: tuple[str, ...], heads: bool = False
+) -> type[nn.Module]:
+    """The subclass of ``base`` in which ``names`` read as effective weights; one per base.
+
+    ``heads`` says that the attention is intercepted. The forward looks for itself; the class tells
+    them apart so that compiled code, which is guarded by classes, does too.
+    """
+    key = (base, names, heads)
     if key not in _CLASSES:
+        properties = {name: _property(name) for name in names}
+        if heads and issubclass(base, nn.MultiheadAttention):
+            properties.setdefault("in_proj_weight", property(slow_path_weight))
         members = {
             "__doc__": base.__doc__,
             # FX keeps modules of torch.nn as leaves by this name; pickling goes through _rebuild.
             "__module__": base.__module__,
             "_attncond_base": base,
             "_attncond_names": names,
-            **{name: _property(name) for name in names},
+            "_attncond_heads": heads,
+            **properties,
         }
         _CLASSES[key] = type(f"Conditioned{base.__name__}", (Conditioned, base), members)
     return _CLASSES[key]
+
+
+def recast(module: nn.Module) -> None:
+    """Give a module the class that its records call for: its own, if there are none."""
+    base = getattr(type(module), "_attncond_base", type(module))
+    names, heads = tuple(sorted(records(module))), conditioned_heads(module) is not None
+    module.__class__ = conditioned_class(base, names, heads) if names or heads else base
 
 
 def install(
     owner: nn.Module, name: str, correction: Correction, buffers: dict[str, Tensor]
 ) -> None:
     """Make ``owner.<name>`` read as its effective weight."""
-    base = getattr(type(owner), "_attncond_base", type(owner))
-    found = {**records(owner), name: correction}
-    cls = conditioned_class(base, tuple(sorted(found)))
-    owner.__dict__[_RECORDS] = found
+    owner.__dict__[_RECORDS] = {**records(owner), name: correction}
     owner.__dict__[_LOADS] = loads(owner) + 1
     owner.__dict__[_PENDING] = any(b.is_meta for b in buffers.values())
     for part, value in buffers.items():
         owner.register_buffer(buffer_name(name, part), value)
-    owner.__class__ = cls
+    recast(owner)
 
 
 def uninstall(owner: nn.Module) -> None:
@@ -296,7 +322,6 @@ def uninstall(owner: nn.Module) -> None:
     for key in _own_buffers(owner):
         del owner._buffers[key]
         owner._non_persistent_buffers_set.discard(key)
-    owner.__dict__.pop(_RECORDS, None)
-    owner.__dict__.pop(_PENDING, None)
-    owner.__dict__.pop(_LOADS, None)
-    owner.__class__ = getattr(type(owner), "_attncond_base", type(owner))
+    for record in (_RECORDS, _PENDING, _LOADS):
+        owner.__dict__.pop(record, None)
+    recast(owner)

@@ -106,15 +106,16 @@ def table(head: tuple[str, ...], body: Sequence[tuple[str, ...]]) -> str:
     )
 
 
-def unsupported_table(rows: tuple[Unsupported, ...]) -> str:
+def unsupported_table(rows: tuple[Unsupported, ...], advice: bool = True) -> str:
     """The rows that no adapter reads, and what a user can do about them."""
     body = [
         (u.path or "(the model)", u.cls, ", ".join(u.parameters) or "-", u.reason) for u in rows
     ]
-    return (
-        "not supported:\n"
-        + table(("path", "class", "parameters", "reason"), body)
-        + "\n\nTo support a class, tell attncond where its Q, K and V are:\n\n"
+    text = "not supported:\n" + table(("path", "class", "parameters", "reason"), body)
+    if not advice:
+        return text
+    return text + (
+        "\n\nTo support a class, tell attncond where its Q, K and V are:\n\n"
         "    @ac.register(TheClass)\n"
         "    def adapter(module):\n"
         '        return ac.fused(module.qkv, "qkv", heads=module.num_heads)\n'

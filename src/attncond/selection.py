@@ -10,16 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from attncond.effective import Correction, flat, full
 from attncond.errors import ConditioningError, UnsupportedAttentionError
-from attncond.inspection import Plan, unsupported_table
-from attncond.methods.spectral import Spectral
-from attncond.sites import Projection
+from attncond.heads import HeadMethod
+from attncond.inspection import Plan, Unsupported, unsupported_table
+from attncond.methods import Precondition, Spectral
+from attncond.sites import Projection, Site
 from attncond.weights import Weight, take
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def select(model: nn.Module, plan: Plan, method: Spectral, skip_unsupported: bool) -> list[Weight]:
-    """The weights that ``method`` changes in ``model``, each checked; a shared one stands once."""
+def check_plan(model: nn.Module, plan: Plan, skip_unsupported: bool) -> None:
+    """Refuse a model without attention, or with some that no adapter reads."""
     if plan.unsupported and not skip_unsupported:
         raise UnsupportedAttentionError(
             f"{len(plan.unsupported)} attention modules of {type(model).__name__} are not "
@@ -31,6 +32,60 @@ def select(model: nn.Module, plan: Plan, method: Spectral, skip_unsupported: boo
             f"no attention was found in {type(model).__name__}. If it has some, register an "
             "adapter for its class with ac.register."
         )
+
+
+def select_heads(
+    model: nn.Module, plan: Plan, method: HeadMethod, skip_unsupported: bool
+) -> list[Site]:
+    """The sites whose heads ``method`` changes in ``model``, each checked."""
+    unread = [
+        Unsupported(site.path, site.cls, (), reason)
+        for site in plan.sites
+        if (reason := _unreachable(site, plan, method))
+    ]
+    paths = {u.path for u in unread}
+    plan = Plan(
+        tuple(site for site in plan.sites if site.path not in paths),
+        plan.unsupported + tuple(unread),
+    )
+    name = type(method).__name__
+    if plan.unsupported and not (skip_unsupported and plan.sites):
+        raise UnsupportedAttentionError(
+            f"{name} cannot reach {len(plan.unsupported)} attention modules of "
+            f"{type(model).__name__} (skip_unsupported=True leaves them as they are, if there are "
+            "others).\n\n" + unsupported_table(plan.unsupported, advice=False)
+        )
+    check_plan(model, plan, skip_unsupported)
+    return list(plan.sites)
+
+
+def _unreachable(site: Site, plan: Plan, method: HeadMethod) -> str:
+    """Why the attention matrix and the heads' outputs of a site cannot be reached, if so."""
+    if site.opaque:
+        return site.opaque
+    if site.scattered and isinstance(method, Precondition):
+        return site.scattered
+    if site.kind == "linear":
+        return "linear attention: there is no softmax, hence no matrix whose rows sum to one"
+    if "forward" in site.module.__dict__:
+        return (
+            "its forward is replaced on the instance (by accelerate's hooks, or another library); "
+            "condition the model before that"
+        )
+    if any(o.module is not site.module and o.module in site.module.modules() for o in plan.sites):
+        return "it holds another attention, whose heads could not be told from its own"
+    attention = getattr(getattr(site.module, "config", None), "_attn_implementation", None)
+    if isinstance(attention, str) and attention.removeprefix("paged|") not in ("sdpa", "eager"):
+        return (
+            f"attn_implementation={attention!r} computes it in a kernel of its own; "
+            "model.set_attn_implementation('sdpa') makes it reachable"
+        )
+    return ""
+
+
+def select(model: nn.Module, plan: Plan, method: Spectral, skip_unsupported: bool) -> list[Weight]:
+    """The weights that ``method`` changes in ``model``, each checked; a shared one stands once."""
+    check_plan(model, plan, skip_unsupported)
     groups: dict[tuple[int, str], dict[bytes, Projection]] = defaultdict(dict)
     for site in plan.sites:
         for p in site.projections:

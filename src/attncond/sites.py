@@ -60,15 +60,28 @@ class Projection:
         return flat[self.rows.to(flat.device)]
 
 
+# Masks are -inf, the least number of a dtype, or -1e4 at the smallest; logits are never so low.
+HIDDEN = -9000.0
+
+
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One attention: the module that computes it, and its projections."""
+    """One attention: the module that computes it, and its projections.
+
+    ``hidden``: what lowers a logit by more hides its key; Swin's windows have masks of -100.
+    ``opaque``: why its attention matrix and heads' outputs cannot be reached, if they cannot.
+    ``scattered``: why a head's output is nowhere in one piece, if so; only its sum could be
+    preconditioned, while the gap can still be removed from each part.
+    """
 
     projections: tuple[Projection, ...]
     layout: str
     kind: Kind = "self"
     module: nn.Module = field(default_factory=nn.Identity)
     path: str = ""
+    hidden: float = HIDDEN
+    opaque: str = ""
+    scattered: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

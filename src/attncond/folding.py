@@ -1,0 +1,86 @@
+"""Fold what heads do to their outputs into weights, where that is exact: the gap over channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from attncond.effective import flat, records, unflat
+from attncond.errors import ConditioningError, NotFoldableError
+from attncond.heads import HeadMethod
+from attncond.methods import Precondition
+from attncond.sites import Projection, Site
+
+_OVER_CHANNELS = ("cross-covariance", "channel")
+
+
+@torch.no_grad()
+def fold_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) -> None:
+    """Change W_V so that the stock heads do what the method does, or refuse by name.
+
+    Attention over the channels of a head has a d×d matrix P with rows that sum to one, so that
+    (P − 11ᵀ/d)V = P(V − 11ᵀV/d): it is enough to take the mean over the head's channels out of V,
+    that is, out of the rows of W_V and of its bias.
+    """
+    if isinstance(method, Precondition):
+        raise NotFoldableError(
+            "Precondition cannot be folded: the length of each row depends on the input, and no "
+            "weight does. remove() takes it off."
+        )
+    stuck = [site for site in sites if site.kind not in _OVER_CHANNELS]
+    if stuck:
+        raise NotFoldableError(
+            f"RemoveGap cannot be folded in {stuck[0].path or 'the model'} ({stuck[0].cls}) and "
+            f"{len(stuck) - 1} more: the mean over the tokens depends on the input, and no weight "
+            "does. It folds in attention over channels (cross-covariance) alone; nothing was "
+            "changed. remove() takes it off; ac.condition(part, ...) gives parts of the model a "
+            "handle each."
+        )
+    changed = [pair for site in sites for pair in _centred(model, site)]
+    before = [(parameter, parameter.clone()) for parameter, _ in changed]
+    try:
+        for parameter, value in changed:
+            parameter.copy_(value)
+    except BaseException:
+        for parameter, value in before:
+            parameter.copy_(value)
+        raise
+
+
+def _centred(model: nn.Module, site: Site) -> list[tuple[Tensor, Tensor]]:
+    """The parameters of one site's values, and what they become."""
+    value = site.projection("v")
+    where = site.path or "the model"
+    if value is None:
+        raise NotFoldableError(f"RemoveGap cannot be folded in {where}: it has no W_V")
+    if records(value.owner):
+        raise NotFoldableError(
+            f"RemoveGap cannot be folded in {where} while Spectral conditions its W_V: fold or "
+            "remove that first"
+        )
+    raw = value.raw
+    if raw.is_meta:
+        raise ConditioningError("weights on the meta device cannot be folded: load them first")
+    pairs = [(raw, unflat(_without_mean(flat(raw, value.axis), value), raw, value.axis))]
+    bias_name = value.name.replace("weight", "bias")
+    bias = value.owner._parameters.get(bias_name)
+    if bias is not None:
+        pairs.append((bias, _without_mean(bias, value)))
+    for parameter, new in pairs:
+        if not torch.isfinite(new).all():
+            raise ConditioningError(f"the values' weights of {where} are not finite")
+        uses = sum(p is parameter for m in model.modules() for p in m._parameters.values())
+        if uses > 1:
+            raise NotFoldableError(f"the values' weights of {where} are tied to other weights")
+    return pairs
+
+
+def _without_mean(rows: Tensor, value: Projection) -> Tensor:
+    """Take the mean over the channels of each head out of its rows."""
+    index = value.rows.to(rows.device)
+    new = rows.clone()
+    part = rows[index].to(torch.promote_types(rows.dtype, torch.float32))
+    new[index] = (part - part.mean(1, keepdim=True)).to(rows.dtype)
+    return new

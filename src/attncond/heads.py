@@ -1,0 +1,117 @@
+"""What a module remembers of the conditioning of its heads: Precondition, RemoveGap, or both.
+
+The order is fixed, whatever the order of the calls: the gap is removed from the attention matrix,
+and the output that results is preconditioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from attncond.interception import Interception
+from attncond.methods import Precondition, RemoveGap
+from attncond.sites import HIDDEN
+
+HeadMethod = Precondition | RemoveGap
+
+_RECORD = "_attncond_heads_record"
+# Persistent, so that a checkpoint does not load into a stock model and compute another function.
+_BUFFERS = {Precondition: "attncond_precondition", RemoveGap: "attncond_remove_gap"}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The methods on the heads of one module, and what its site says of its attention."""
+
+    gap: RemoveGap | None = None
+    precondition: Precondition | None = None
+    hidden: float = HIDDEN
+    sites: int = 1
+    path: str = ""
+
+    def interception(self) -> Interception:
+        """The mode that does it, for one forward pass."""
+        return Interception(self.gap, self.precondition, self.hidden, self.sites, self.path)
+
+    def methods(self) -> list[HeadMethod]:
+        """Those that are on, in the order in which they act."""
+        return [m for m in (self.gap, self.precondition) if m is not None]
+
+    def without(self, method: type[HeadMethod]) -> Heads | None:
+        """What is left when one of them goes."""
+        left = replace(self, gap=None) if method is RemoveGap else replace(self, precondition=None)
+        return left if left.methods() else None
+
+
+def conditioned_heads(module: nn.Module) -> Heads | None:
+    """The record of a module, if its heads are conditioned."""
+    found: Heads | None = module.__dict__.get(_RECORD)
+    return found
+
+
+def add(module: nn.Module, method: HeadMethod, hidden: float, sites: int, path: str) -> None:
+    """Write a method into the module's record. Its class has to be recast afterwards."""
+    record = replace(conditioned_heads(module) or Heads(), hidden=hidden, sites=sites, path=path)
+    if isinstance(method, RemoveGap):
+        module.__dict__[_RECORD] = replace(record, gap=method)
+    else:
+        module.__dict__[_RECORD] = replace(record, precondition=method)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    mark = torch.ones((), dtype=torch.uint8, device=device)
+    module.register_buffer(_BUFFERS[type(method)], mark)
+    if isinstance(module, nn.MultiheadAttention) and _no_fast_path not in _pre_hooks(module):
+        module.register_forward_pre_hook(_no_fast_path)
+
+
+def drop(module: nn.Module, method: type[HeadMethod]) -> None:
+    """Take a method out of the module's record. Its class has to be recast afterwards."""
+    record = conditioned_heads(module)
+    left = record.without(method) if record else None
+    module._buffers.pop(_BUFFERS[method], None)
+    if left is not None:
+        module.__dict__[_RECORD] = left
+        return
+    module.__dict__.pop(_RECORD, None)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _no_fast_path:
+            del module._forward_pre_hooks[key]
+
+
+def _pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    return list(module._forward_pre_hooks.values())
+
+
+def _no_fast_path(module: nn.Module, args: Any) -> None:
+    """Any hook keeps TransformerEncoderLayer from its fused kernel, which never calls self_attn."""
+
+
+class _OffFastPath(Tensor):
+    """A weight that reads as any other, and whose type keeps TransformerEncoder from its fast path.
+
+    That one turns padded batches into nested tensors if no argument overrides torch functions.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def slow_path_weight(module: nn.Module) -> Tensor | None:
+    """``in_proj_weight`` of a MultiheadAttention whose heads are conditioned."""
+    raw = module._parameters["in_proj_weight"]
+    if raw is None or module.training or torch.compiler.is_compiling() or isinstance(raw, DTensor):
+        return raw  # in these there is no nested tensor to keep off
+    return raw.as_subclass(_OffFastPath)

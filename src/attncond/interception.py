@@ -1,0 +1,417 @@
+"""Reach the attention matrix and the heads' outputs inside a module's own forward.
+
+While the forward of a site runs, a :class:`Interception` sees every torch function that it calls
+(a TorchFunctionMode: of this thread, for this call; nothing is patched, and torch.compile traces
+through it, so that the compiled graph holds the changed arithmetic and nothing of this file).
+
+Two ways lead from queries, keys and values to a head's output:
+
+- ``scaled_dot_product_attention``: one call, whose mask is at hand. Its output is changed, so the
+  fused kernels stay in use and no attention matrix is formed.
+- ``softmax(q kᵀ + mask) v``, written out. Here tensors are followed by identity: a product is taken
+  for logits, the softmax of logits for an attention matrix, the product of such a matrix with
+  something else for the heads' output.
+
+A tensor may stand for a difference that is not formed yet (:class:`Difference`): P − U until the
+matrix meets the values, because dropout acts on P alone and because weights that are returned to
+the user should stay probabilities; in compiled code also PV − mean, because the mean of a sequence
+passes through the output projection as one row, which saves writing all of them twice.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from attncond.errors import ConditioningError, UnsupportedAttentionError
+from attncond.methods.gap import RemoveGap, uniform, visible_mean
+from attncond.methods.precondition import Precondition
+from attncond.sites import HIDDEN
+
+_PRODUCTS = frozenset(("matmul", "__matmul__", "bmm", "einsum", "baddbmm", "mm"))
+_ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
+_DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout"))
+_CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
+_RESHAPES = frozenset(
+    (
+        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "contiguous", "__getitem__"),
+        *("reshape", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
+        *("expand", "expand_as", "narrow", "select", "chunk", "split", "unbind"),
+    )
+)
+# What looks at an attention matrix without leading on to the values.
+_OBSERVERS = frozenset(("mean", "sum", "amax", "max", "argmax", "any", "all", "isnan", "detach"))
+
+
+class Logits(NamedTuple):
+    """A product of queries and keys, or what became of it, and which keys a mask left visible."""
+
+    tensor: Tensor
+    visible: Tensor | None
+
+
+class Difference(NamedTuple):
+    """A tensor that stands for ``tensor − minus``."""
+
+    tensor: Tensor
+    minus: Tensor | None
+    root: int  # which softmax it came from
+
+    def value(self) -> Tensor:
+        """The difference itself, in the tensor's dtype."""
+        return self.tensor if self.minus is None else subtract(self.tensor, self.minus)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """a − b in the precision of b and the dtype of a, in the order in which a lies in memory."""
+    if a.ndim == 4 and b.ndim == 4 and not a.is_contiguous() and a.transpose(1, 2).is_contiguous():
+        # Kernels return (batch, tokens, heads, channels) as a transposed view. The compiler would
+        # lay the difference out anew, and copy it once more for the output projection.
+        return (a.transpose(1, 2) - b.transpose(1, 2)).to(a.dtype).transpose(1, 2)
+    return (a - b).to(a.dtype)
+
+
+class Interception(TorchFunctionMode):
+    """Changes the attention of one forward of one site.
+
+    ``hidden``: an additive mask below this hides its key. ``expected``: how many heads' outputs
+    there have to be at the least.
+    """
+
+    def __init__(
+        self,
+        gap: RemoveGap | None,
+        precondition: Precondition | None,
+        hidden: float,
+        expected: int,
+        path: str,
+    ) -> None:
+        super().__init__()
+        self.gap = gap
+        self.precondition = precondition
+        self.hidden = hidden
+        self.expected = expected
+        self.path = path
+        self.acted = 0
+        self.softmaxes = 0
+        self.multiplied: list[int] = []
+        self.logits: list[Logits] = []
+        self.matrices: list[Difference] = []
+        self.outputs: list[Difference] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:  # a function in Python, which reaches a mode as a whole
+                return _multi_head_attention_forward(*args, **kwargs)
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the method's super() call stops torch.compile before 2.12
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return self._fused(func, *args, **kwargs)
+        operands = _operands(args, kwargs)
+        if (output := _find(self.outputs, operands)) is not None:
+            return self._use_output(output, func, name, args, kwargs)
+        if (matrix := _find(self.matrices, operands)) is not None:
+            return self._use_matrix(matrix, func, name, args, kwargs)
+        logits = _find(self.logits, operands)
+        if logits is not None and name == "softmax" and args and args[0] is logits.tensor:
+            return self._softmax(logits, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if name in _PRODUCTS:
+            self.logits.append(Logits(result, None))
+        elif logits is not None:
+            self._follow(logits, func, name, args, kwargs, operands, result)
+        return result
+
+    def finish(self, output: Any) -> Any:
+        """What the site returns, with every difference formed; raises if nothing was changed."""
+        if self.acted < self.expected:
+            raise ConditioningError(
+                f"the attention of {self.path or 'the model'} was not reached in this forward pass "
+                f"({self.acted} of {self.expected} heads' outputs seen), so that nothing would be "
+                "conditioned there. attncond sees scaled_dot_product_attention and softmax "
+                "attention written with matmul, bmm or einsum; kernels of other packages "
+                "(flash_attn, xformers, FlexAttention) hide it: choose another implementation, "
+                "e.g. attn_implementation='sdpa' in transformers."
+            )
+        return self._formed(output)
+
+    def _formed(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            found = _find(self.outputs, [tree])
+            return tree if found is None else found.value()
+        if type(tree) in (tuple, list):
+            return type(tree)(self._formed(item) for item in tree)
+        if type(tree) is dict:
+            return {key: self._formed(item) for key, item in tree.items()}
+        return tree
+
+    def _fused(
+        self,
+        func: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        """One call of scaled_dot_product_attention: (..., heads, queries or keys, channels)."""
+        if query.is_nested or value.is_nested:
+            raise ConditioningError(
+                f"nested tensors in the attention of {self.path or 'the model'} are not supported; "
+                "use padded tensors and a mask"
+            )
+        visible = seen = None
+        if attn_mask is not None:
+            visible = _visible(attn_mask, self.hidden)
+            seen = visible.any(-1, keepdim=True)
+            # Kernels disagree on a row that sees nothing (NaN, zeros, the mean of all values), and
+            # its gradient may be NaN: let it see everything, and make it zero afterwards.
+            attn_mask = (
+                attn_mask | ~seen
+                if attn_mask.dtype == torch.bool
+                else torch.where(seen, attn_mask, torch.zeros_like(attn_mask))
+            )
+        output = func(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            **rest,
+        )
+        self.acted += 1
+        if self.gap is not None:
+            groups = query.shape[-3] // value.shape[-3] if query.ndim > 2 else 1
+            if groups > 1 and visible is not None and visible.ndim > 2 and visible.shape[-3] > 1:
+                value, groups = value.repeat_interleave(groups, -3), 1
+            mean = visible_mean(value, query.shape[-2], causal=is_causal, visible=visible)
+            if groups > 1:
+                mean = mean.repeat_interleave(groups, -3)
+            if (
+                torch.compiler.is_compiling()
+                and self.precondition is None
+                and seen is None
+                and mean.shape[-2] == 1
+            ):
+                self.outputs.append(Difference(output, mean.expand_as(output), 0))
+                return output
+            output = subtract(output, mean)
+        if seen is not None:
+            output = torch.where(seen, output, torch.zeros_like(output))
+        return self._equilibrated(output, -1)
+
+    def _softmax(
+        self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
+    ) -> Tensor:
+        """The attention matrix; a row that sees nothing becomes zero, and so do its gradients."""
+        dim = kwargs["dim"] if "dim" in kwargs else args[1]
+        visible = logits.tensor.detach() > HIDDEN
+        if logits.visible is not None:
+            visible = visible & logits.visible
+        seen = visible.any(dim, keepdim=True)
+        safe = torch.where(seen, logits.tensor, torch.zeros_like(logits.tensor))
+        matrix = func(safe, *args[1:], **kwargs)
+        matrix = torch.where(seen, matrix, torch.zeros_like(matrix))
+        minus = None if self.gap is None else uniform(visible, dim, matrix.dtype)
+        self.softmaxes += 1
+        self.matrices.append(Difference(matrix, minus, self.softmaxes))
+        return matrix
+
+    def _follow(
+        self,
+        logits: Logits,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: list[Tensor],
+        result: Any,
+    ) -> None:
+        """Keep an eye on what logits become on their way to the softmax."""
+        visible: Any = logits.visible
+        if name in _ADDITIONS and self.hidden > HIDDEN:
+            # A mask of -100 cannot be told from the logits themselves, only where it is added.
+            for other in operands:
+                if other is not logits.tensor:
+                    shown = (other.detach() > self.hidden).expand_as(result)
+                    visible = shown if visible is None else visible.expand_as(result) & shown
+        elif visible is not None and name in _RESHAPES:
+            visible = _call(func, args, kwargs, logits.tensor, visible)
+        for i, part in enumerate(_tensors(result)):
+            shown = visible[i] if isinstance(visible, tuple | list) else visible
+            self.logits.append(Logits(part, shown))
+
+    def _use_matrix(
+        self,
+        matrix: Difference,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if name in _PRODUCTS:
+            return self._product(matrix, func, name, args, kwargs)
+        if matrix.minus is not None and name in _OBSERVERS:
+            return func(*args, **kwargs)
+        if matrix.minus is None or name in _DROPOUTS:
+            result, minus = func(*args, **kwargs), matrix.minus
+        elif name in _CASTS or name in _RESHAPES:
+            result = func(*args, **kwargs)
+            whole = matrix.minus.expand_as(matrix.tensor)
+            minus = _call(func, args, kwargs, matrix.tensor, whole)
+        else:
+            result, minus = _call(func, args, kwargs, matrix.tensor, matrix.value()), None
+        for i, part in enumerate(_tensors(result)):
+            less = minus[i] if isinstance(minus, tuple | list) else minus
+            self.matrices.append(Difference(part, less, matrix.root))
+        return result
+
+    def _product(
+        self,
+        matrix: Difference,
+        func: Callable[..., Tensor],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """The attention matrix times the values."""
+        if self.precondition is not None and matrix.root in self.multiplied:
+            raise UnsupportedAttentionError(
+                f"the heads' outputs of {self.path or 'the model'} are sums of several products "
+                "with the attention matrix, so that no single one can be preconditioned"
+            )
+        self.multiplied.append(matrix.root)
+        self.acted += 1
+        output = _call(func, args, kwargs, matrix.tensor, matrix.value())
+        return self._equilibrated(output, _channel_axis(name, args, matrix.tensor))
+
+    def _equilibrated(self, output: Tensor, dim: int) -> Tensor:
+        if self.precondition is None:
+            return output
+        if dim == -1 and output.ndim == 4 and output.transpose(1, 2).is_contiguous():
+            # In the order in which it lies in memory, see subtract().
+            return self.precondition.equilibrate(output.transpose(1, 2)).transpose(1, 2)
+        return self.precondition.equilibrate(output, dim)
+
+    def _use_output(
+        self,
+        output: Difference,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """PV − mean on its way to the output projection, where the mean is one row."""
+        minus: Any = output.minus
+        if name in _CASTS or name in _RESHAPES:
+            result = func(*args, **kwargs)
+            minus = _call(func, args, kwargs, output.tensor, minus)
+            if isinstance(result, Tensor):
+                self.outputs.append(Difference(result, minus, 0))
+                return result
+        if name == "linear" and args[0] is output.tensor:
+            weight = kwargs["weight"] if "weight" in kwargs else args[1]
+            row = _one_row(minus).to(output.tensor.dtype)
+            return func(*args, **kwargs) - F.linear(row, weight)
+        return _call(func, args, kwargs, output.tensor, output.value())
+
+
+def _visible(mask: Tensor, hidden: float) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask.detach() > hidden
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [r for r in result if isinstance(r, Tensor)]
+    return []
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for a in args:
+        found += _tensors(a)
+    for a in kwargs.values():
+        found += _tensors(a)
+    return found
+
+
+def _find(known: list[Any], operands: list[Tensor]) -> Any:
+    """The entry whose tensor is among the operands."""
+    for entry in reversed(known):
+        for operand in operands:
+            if entry.tensor is operand:
+                return entry
+    return None
+
+
+def _call(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    old: Tensor,
+    new: Tensor,
+) -> Any:
+    """Call with one tensor exchanged, also inside a list of tensors."""
+
+    def exchanged(a: Any) -> Any:
+        if a is old:
+            return new
+        return type(a)(new if b is old else b for b in a) if type(a) in (tuple, list) else a
+
+    return func(*[exchanged(a) for a in args], **{k: exchanged(a) for k, a in kwargs.items()})
+
+
+def _channel_axis(name: str, args: tuple[Any, ...], matrix: Tensor) -> int:
+    """The axis of ``matrix @ value`` (or of the transposed product) that only the values have."""
+    if name != "einsum":
+        return -1 if args[0] is matrix else -2
+    terms, result = args[0].replace(" ", "").split("->")
+    own = terms.split(",")[[a is matrix for a in _operands(args[1:], {})].index(True)]
+    letters = result.replace("...", ".")
+    only = [i - len(letters) for i, c in enumerate(letters) if c not in own]
+    if len(only) != 1:
+        raise UnsupportedAttentionError(
+            f"the einsum '{args[0]}' has no single axis of channels to equilibrate along"
+        )
+    return only[0]
+
+
+def _one_row(mean: Tensor) -> Tensor:
+    """The rows of an expanded mean are all the same: keep one along each axis of stride zero."""
+    for axis in range(mean.ndim):
+        if mean.stride(axis) == 0:
+            mean = mean.narrow(axis, 0, 1)
+    return mean
+
+
+def _see_through(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of torch.nn.functional that never hands itself to a mode as a whole."""
+    scope = {k: v for k, v in vars(F).items() if k != "__name__"}  # or dynamo looks there instead
+    scope["has_torch_function"] = lambda _: False
+    copy = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_multi_head_attention_forward = _see_through(F.multi_head_attention_forward)
