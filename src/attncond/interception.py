@@ -122,6 +122,8 @@ class Interception(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             return self._fused(func, *args, **kwargs)
         operands = _operands(args, kwargs)
+        if name in _CASTS or name in _RESHAPES:
+            operands = operands[:1]  # value.type_as(matrix) makes no matrix of the value
         if (output := _find(self.outputs, operands)) is not None:
             return self._use_output(output, func, name, args, kwargs)
         if (matrix := _find(self.matrices, operands)) is not None:
@@ -253,7 +255,7 @@ class Interception(TorchFunctionMode):
                     shown = (other.detach() > self.hidden).expand_as(result)
                     visible = shown if visible is None else visible.expand_as(result) & shown
         elif visible is not None and name in _RESHAPES:
-            visible = _call(func, args, kwargs, logits.tensor, visible)
+            visible = _reshaped(func, name, args, kwargs, logits.tensor, visible, result)
         for i, part in enumerate(_tensors(result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.logits.append(Logits(part, shown))
@@ -270,14 +272,16 @@ class Interception(TorchFunctionMode):
             return self._product(matrix, func, name, args, kwargs)
         if matrix.minus is not None and name in _OBSERVERS:
             return func(*args, **kwargs)
-        if matrix.minus is None or name in _DROPOUTS:
-            result, minus = func(*args, **kwargs), matrix.minus
+        minus: Any = matrix.minus
+        if name in _DROPOUTS:
+            result = func(*args, **kwargs)
         elif name in _CASTS or name in _RESHAPES:
             result = func(*args, **kwargs)
-            whole = matrix.minus.expand_as(matrix.tensor)
-            minus = _call(func, args, kwargs, matrix.tensor, whole)
+            if minus is not None:
+                whole = minus.expand_as(matrix.tensor)
+                minus = _reshaped(func, name, args, kwargs, matrix.tensor, whole, result)
         else:
-            result, minus = _call(func, args, kwargs, matrix.tensor, matrix.value()), None
+            result, minus = self._formed_call(self.matrices, func, name, args, kwargs), None
         for i, part in enumerate(_tensors(result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             self.matrices.append(Difference(part, less, matrix.root))
@@ -300,7 +304,9 @@ class Interception(TorchFunctionMode):
         self.multiplied.append(matrix.root)
         self.acted += 1
         output = _call(func, args, kwargs, matrix.tensor, matrix.value())
-        return self._equilibrated(output, _channel_axis(name, args, matrix.tensor))
+        if self.precondition is None:
+            return output
+        return self._equilibrated(output, _channel_axis(name, args, kwargs, matrix.tensor))
 
     def _equilibrated(self, output: Tensor, dim: int) -> Tensor:
         if self.precondition is None:
@@ -322,15 +328,38 @@ class Interception(TorchFunctionMode):
         minus: Any = output.minus
         if name in _CASTS or name in _RESHAPES:
             result = func(*args, **kwargs)
-            minus = _call(func, args, kwargs, output.tensor, minus)
             if isinstance(result, Tensor):
+                minus = _reshaped(func, name, args, kwargs, output.tensor, minus, result)
                 self.outputs.append(Difference(result, minus, 0))
                 return result
         if name == "linear" and args[0] is output.tensor:
             weight = kwargs["weight"] if "weight" in kwargs else args[1]
             row = _one_row(minus).to(output.tensor.dtype)
             return func(*args, **kwargs) - F.linear(row, weight)
-        return _call(func, args, kwargs, output.tensor, output.value())
+        return self._formed_call(self.outputs, func, name, args, kwargs)
+
+    def _formed_call(
+        self,
+        known: list[Difference],
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call with all differences among the operands formed: there may be several."""
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+        for operand in _operands(args, kwargs):
+            found = _find(known, [operand])
+            if found is None or found.minus is None:
+                continue
+            value = found.value()
+            if in_place and operand is args[0]:
+                # Whoever holds this tensor expects it to be changed, not a copy.
+                operand.copy_(value)
+                known.append(Difference(operand, None, found.root))
+            else:
+                args, kwargs = _exchanged(args, kwargs, operand, value)
+        return func(*args, **kwargs)
 
 
 def _visible(mask: Tensor, hidden: float) -> Tensor:
@@ -363,6 +392,19 @@ def _find(known: list[Any], operands: list[Tensor]) -> Any:
     return None
 
 
+def _exchanged(
+    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with one tensor exchanged, also inside a list of tensors."""
+
+    def exchanged(a: Any) -> Any:
+        if a is old:
+            return new
+        return type(a)(new if b is old else b for b in a) if type(a) in (tuple, list) else a
+
+    return tuple(exchanged(a) for a in args), {k: exchanged(a) for k, a in kwargs.items()}
+
+
 def _call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -370,21 +412,37 @@ def _call(
     old: Tensor,
     new: Tensor,
 ) -> Any:
-    """Call with one tensor exchanged, also inside a list of tensors."""
-
-    def exchanged(a: Any) -> Any:
-        if a is old:
-            return new
-        return type(a)(new if b is old else b for b in a) if type(a) in (tuple, list) else a
-
-    return func(*[exchanged(a) for a in args], **{k: exchanged(a) for k, a in kwargs.items()})
+    """Call with one tensor exchanged."""
+    args, kwargs = _exchanged(args, kwargs, old, new)
+    return func(*args, **kwargs)
 
 
-def _channel_axis(name: str, args: tuple[Any, ...], matrix: Tensor) -> int:
+def _reshaped(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    old: Tensor,
+    new: Tensor,
+    result: Any,
+) -> Any:
+    """What a reshape of ``old`` to ``result`` makes of ``new``, which may lie otherwise in memory."""
+    if name == "contiguous":
+        return new  # laid out anew, an expanded tensor would be written in full
+    if name in ("view", "view_as") and result.dtype == old.dtype:
+        return new.reshape(result.shape)
+    return _call(func, args, kwargs, old, new)
+
+
+def _channel_axis(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], matrix: Tensor) -> int:
     """The axis of ``matrix @ value`` (or of the transposed product) that only the values have."""
     if name != "einsum":
-        return -1 if args[0] is matrix else -2
-    terms, result = args[0].replace(" ", "").split("->")
+        return -1 if _operands(args, kwargs)[-2] is matrix else -2  # baddbmm has one before
+    terms, arrow, result = args[0].replace(" ", "").partition("->")
+    if not arrow:
+        raise UnsupportedAttentionError(
+            f"the einsum '{args[0]}' does not say where its axes go; write them after an arrow"
+        )
     own = terms.split(",")[[a is matrix for a in _operands(args[1:], {})].index(True)]
     letters = result.replace("...", ".")
     only = [i - len(letters) for i, c in enumerate(letters) if c not in own]
