@@ -36,7 +36,7 @@ STACKS = [
     for norm, skip in ((False, False), (True, False), (False, True), (True, True))
     for gap in (False, True)
 ]
-RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
+RATES = [1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0]
 DEPTHS = [1, 4, 10]
 WIDTHS = [20, 40, 80, 150, 300]
 # Stable ranks after layers 1 and 10 at T = d = 150, read off the authors' plots.

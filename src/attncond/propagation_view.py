@@ -168,6 +168,35 @@ def _gradients(rows: list[Record]) -> Any:
     return image
 
 
+def training_table(record: Record) -> str:
+    """The summary as a table of Markdown: outcomes of all runs, and the best rate's loss.
+
+    The loss is the seeds' median over that of the best constant.
+    """
+    rows = record["summary"]
+    depths = sorted({row["depth"] for row in rows})
+    cells = {(r["value_std"], r["stack"], r["depth"]): r for r in rows}
+    heads = [f"{d} layer" if d == 1 else f"{d} layers" for d in depths]
+    lines = [
+        f"| W_V | stack | {' | '.join(heads)} |",
+        "|---|---|" + "---|" * len(depths),
+    ]
+    for scale, stack in dict.fromkeys((r["value_std"], r["stack"]) for r in rows):
+        found = [cells[scale, stack, depth] for depth in depths]
+        shown = [
+            f"{r['learned']}/{r['stuck']}/{r['diverged']}, {_short(r['best_over_constant'])}"
+            for r in found
+        ]
+        lines.append(f"| {scale} | {stack} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _short(ratio: float | None) -> str:
+    if ratio is None:
+        return "none finite"
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"
+
+
 def draw_training(record: Record, out: Path) -> list[Path]:
     """training.png (W_V ~ N(0, 1), the paper's) and training_scaled.png (the control)."""
     paths = []
@@ -185,6 +214,7 @@ def _training(rows: list[Record], setting: Record, scale: str) -> Any:
     grid = image.subplots(2, len(depths), sharex=True, sharey=True, squeeze=False)
     constant = setting["constant_loss"]
     ceiling = 40 * constant
+    least = min(_median(row["last_loss"]) for row in rows)
     for line, attention in zip(grid, ("A", "A(X)"), strict=True):
         for axes, depth in zip(line, depths, strict=True):
             here = [r for r in rows if r["depth"] == depth and _attention(r["stack"]) == attention]
@@ -194,8 +224,9 @@ def _training(rows: list[Record], setting: Record, scale: str) -> Any:
                 last = [min(_median(row["last_loss"]), ceiling) for row in mine]
                 axes.plot([row["rate"] for row in mine], last, **_style(stack))
             axes.axhline(constant, color="black", linewidth=0.8, linestyle=":")
-            axes.set(xscale="log", yscale="log", title=f"{attention}, {depth} layers")
-            axes.set_ylim(None, 1.25 * ceiling)
+            layers = f"{depth} layer" if depth == 1 else f"{depth} layers"
+            axes.set(xscale="log", yscale="log", title=f"{attention}, {layers}")
+            axes.set_ylim(0.8 * min(least, constant), 1.25 * ceiling)
             _tidy(axes)
         line[0].set_ylabel("last loss, median of the seeds")
     for axes in grid[-1]:
