@@ -186,7 +186,8 @@ class Conditioned(nn.Module):
         mode = heads.interception()
         with mode:
             output = super().forward(*args, **kwargs)
-        return mode.finish(output)
+        mode.check()
+        return output
 
     def get_parameter(self, target: str) -> Any:
         """The raw parameter, also where the attribute reads as the effective weight."""

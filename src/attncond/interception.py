@@ -12,10 +12,9 @@ Two ways lead from queries, keys and values to a head's output:
   for logits, the softmax of logits for an attention matrix, the product of such a matrix with
   something else for the heads' output.
 
-A tensor may stand for a difference that is not formed yet (:class:`Difference`): P − U until the
-matrix meets the values, because dropout acts on P alone and because weights that are returned to
-the user should stay probabilities; in compiled code also PV − mean, because the mean of a sequence
-passes through the output projection as one row, which saves writing all of them twice.
+An attention matrix stands for a difference that is not formed yet (:class:`Matrix`): P − U, until it
+meets the values, because dropout acts on P alone and because weights that are returned to the user
+should stay probabilities.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attncond.errors import ConditioningError, UnsupportedAttentionError
-from attncond.methods.gap import RemoveGap, uniform, visible_mean
+from attncond.methods.gap import RemoveGap, centre, uniform, visible_mean
 from attncond.methods.precondition import Precondition
 from attncond.sites import HIDDEN
 
@@ -56,8 +55,8 @@ class Logits(NamedTuple):
     visible: Tensor | None
 
 
-class Difference(NamedTuple):
-    """A tensor that stands for ``tensor − minus``."""
+class Matrix(NamedTuple):
+    """An attention matrix, or what became of it, that stands for ``tensor − minus``."""
 
     tensor: Tensor
     minus: Tensor | None
@@ -102,8 +101,7 @@ class Interception(TorchFunctionMode):
         self.softmaxes = 0
         self.multiplied: list[int] = []
         self.logits: list[Logits] = []
-        self.matrices: list[Difference] = []
-        self.outputs: list[Difference] = []
+        self.matrices: list[Matrix] = []
 
     def __torch_function__(
         self,
@@ -124,8 +122,6 @@ class Interception(TorchFunctionMode):
         operands = _operands(args, kwargs)
         if name in _CASTS or name in _RESHAPES:
             operands = operands[:1]  # value.type_as(matrix) makes no matrix of the value
-        if (output := _find(self.outputs, operands)) is not None:
-            return self._use_output(output, func, name, args, kwargs)
         if (matrix := _find(self.matrices, operands)) is not None:
             return self._use_matrix(matrix, func, name, args, kwargs)
         logits = _find(self.logits, operands)
@@ -138,8 +134,8 @@ class Interception(TorchFunctionMode):
             self._follow(logits, func, name, args, kwargs, operands, result)
         return result
 
-    def finish(self, output: Any) -> Any:
-        """What the site returns, with every difference formed; raises if nothing was changed."""
+    def check(self) -> None:
+        """Raise if not every attention of the site was changed in this forward pass."""
         if self.acted < self.expected:
             raise ConditioningError(
                 f"the attention of {self.path or 'the model'} was not reached in this forward pass "
@@ -149,17 +145,6 @@ class Interception(TorchFunctionMode):
                 "(flash_attn, xformers, FlexAttention) hide it: choose another implementation, "
                 "e.g. attn_implementation='sdpa' in transformers."
             )
-        return self._formed(output)
-
-    def _formed(self, tree: Any) -> Any:
-        if isinstance(tree, Tensor):
-            found = _find(self.outputs, [tree])
-            return tree if found is None else found.value()
-        if type(tree) in (tuple, list):
-            return type(tree)(self._formed(item) for item in tree)
-        if type(tree) is dict:
-            return {key: self._formed(item) for key, item in tree.items()}
-        return tree
 
     def _fused(
         self,
@@ -189,6 +174,9 @@ class Interception(TorchFunctionMode):
                 if attn_mask.dtype == torch.bool
                 else torch.where(seen, attn_mask, torch.zeros_like(attn_mask))
             )
+        mean = None
+        if self.gap is not None:
+            mean, value = self._mean(query, value, visible, dropout_p, is_causal)
         output = func(
             query,
             key,
@@ -199,25 +187,37 @@ class Interception(TorchFunctionMode):
             **rest,
         )
         self.acted += 1
-        if self.gap is not None:
-            groups = query.shape[-3] // value.shape[-3] if query.ndim > 2 else 1
-            if groups > 1 and visible is not None and visible.ndim > 2 and visible.shape[-3] > 1:
-                value, groups = value.repeat_interleave(groups, -3), 1
-            mean = visible_mean(value, query.shape[-2], causal=is_causal, visible=visible)
-            if groups > 1:
-                mean = mean.repeat_interleave(groups, -3)
-            if (
-                torch.compiler.is_compiling()
-                and self.precondition is None
-                and seen is None
-                and mean.shape[-2] == 1
-            ):
-                self.outputs.append(Difference(output, mean.expand_as(output), 0))
-                return output
+        if mean is not None:
             output = subtract(output, mean)
+        if self.gap is not None and self.precondition is not None:
+            # A query that sees one key has nothing left but rounding, which must not get length 1.
+            alone = _sees_one(value.shape[-2], query.shape[-2], is_causal, visible, value.device)
+            output = torch.where(alone, torch.zeros_like(output), output)
         if seen is not None:
             output = torch.where(seen, output, torch.zeros_like(output))
         return self._equilibrated(output, -1)
+
+    def _mean(
+        self,
+        query: Tensor,
+        value: Tensor,
+        visible: Tensor | None,
+        dropout_p: float,
+        causal: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """What to subtract from the output, and the values to attend to.
+
+        Where all queries see the same keys and no weight is dropped, P(V − mean) is the same, is
+        cheaper, and rounds the difference instead of what it is the difference of.
+        """
+        if dropout_p == 0.0 and not causal and visible is None:
+            return None, centre(value)
+        groups = query.shape[-3] // value.shape[-3] if query.ndim > 2 else 1
+        seen_by = value
+        if groups > 1 and visible is not None and visible.ndim > 2 and visible.shape[-3] > 1:
+            seen_by, groups = value.repeat_interleave(groups, -3), 1
+        mean = visible_mean(seen_by, query.shape[-2], causal=causal, visible=visible)
+        return (mean.repeat_interleave(groups, -3) if groups > 1 else mean), value
 
     def _softmax(
         self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
@@ -233,7 +233,7 @@ class Interception(TorchFunctionMode):
         matrix = torch.where(seen, matrix, torch.zeros_like(matrix))
         minus = None if self.gap is None else uniform(visible, dim, matrix.dtype)
         self.softmaxes += 1
-        self.matrices.append(Difference(matrix, minus, self.softmaxes))
+        self.matrices.append(Matrix(matrix, minus, self.softmaxes))
         return matrix
 
     def _follow(
@@ -262,7 +262,7 @@ class Interception(TorchFunctionMode):
 
     def _use_matrix(
         self,
-        matrix: Difference,
+        matrix: Matrix,
         func: Callable[..., Any],
         name: str,
         args: tuple[Any, ...],
@@ -281,15 +281,37 @@ class Interception(TorchFunctionMode):
                 whole = minus.expand_as(matrix.tensor)
                 minus = _reshaped(func, name, args, kwargs, matrix.tensor, whole, result)
         else:
-            result, minus = self._formed_call(self.matrices, func, name, args, kwargs), None
+            result, minus = self._formed_call(func, name, args, kwargs), None
         for i, part in enumerate(_tensors(result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
-            self.matrices.append(Difference(part, less, matrix.root))
+            self.matrices.append(Matrix(part, less, matrix.root))
         return result
+
+    def _formed_call(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call with all differences among the operands formed: there may be several."""
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+        for operand in _operands(args, kwargs):
+            found = _find(self.matrices, [operand])
+            if found is None or found.minus is None:
+                continue
+            value = found.value()
+            if in_place and operand is args[0]:
+                # Whoever holds this tensor expects it to be changed, not a copy.
+                operand.copy_(value)
+                self.matrices.append(Matrix(operand, None, found.root))
+            else:
+                args, kwargs = _exchanged(args, kwargs, operand, value)
+        return func(*args, **kwargs)
 
     def _product(
         self,
-        matrix: Difference,
+        matrix: Matrix,
         func: Callable[..., Tensor],
         name: str,
         args: tuple[Any, ...],
@@ -303,7 +325,7 @@ class Interception(TorchFunctionMode):
             )
         self.multiplied.append(matrix.root)
         self.acted += 1
-        output = _call(func, args, kwargs, matrix.tensor, matrix.value())
+        output: Tensor = _call(func, args, kwargs, matrix.tensor, matrix.value())
         if self.precondition is None:
             return output
         return self._equilibrated(output, _channel_axis(name, args, kwargs, matrix.tensor))
@@ -316,50 +338,16 @@ class Interception(TorchFunctionMode):
             return self.precondition.equilibrate(output.transpose(1, 2)).transpose(1, 2)
         return self.precondition.equilibrate(output, dim)
 
-    def _use_output(
-        self,
-        output: Difference,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """PV − mean on its way to the output projection, where the mean is one row."""
-        minus: Any = output.minus
-        if name in _CASTS or name in _RESHAPES:
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor):
-                minus = _reshaped(func, name, args, kwargs, output.tensor, minus, result)
-                self.outputs.append(Difference(result, minus, 0))
-                return result
-        if name == "linear" and args[0] is output.tensor:
-            weight = kwargs["weight"] if "weight" in kwargs else args[1]
-            row = _one_row(minus).to(output.tensor.dtype)
-            return func(*args, **kwargs) - F.linear(row, weight)
-        return self._formed_call(self.outputs, func, name, args, kwargs)
 
-    def _formed_call(
-        self,
-        known: list[Difference],
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call with all differences among the operands formed: there may be several."""
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
-        for operand in _operands(args, kwargs):
-            found = _find(known, [operand])
-            if found is None or found.minus is None:
-                continue
-            value = found.value()
-            if in_place and operand is args[0]:
-                # Whoever holds this tensor expects it to be changed, not a copy.
-                operand.copy_(value)
-                known.append(Difference(operand, None, found.root))
-            else:
-                args, kwargs = _exchanged(args, kwargs, operand, value)
-        return func(*args, **kwargs)
+def _sees_one(
+    keys: int, queries: int, causal: bool, visible: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which queries see a single key: (..., queries or 1, 1)."""
+    if visible is not None:
+        return visible.sum(-1, keepdim=True) <= 1
+    if causal:
+        return torch.arange(queries, device=device)[:, None] < (queries if keys == 1 else 1)
+    return torch.full((1, 1), keys == 1, device=device)
 
 
 def _visible(mask: Tensor, hidden: float) -> Tensor:
@@ -426,7 +414,7 @@ def _reshaped(
     new: Tensor,
     result: Any,
 ) -> Any:
-    """What a reshape of ``old`` to ``result`` makes of ``new``, which may lie otherwise in memory."""
+    """What the reshape of ``old`` to ``result`` makes of ``new``, which may lie otherwise."""
     if name == "contiguous":
         return new  # laid out anew, an expanded tensor would be written in full
     if name in ("view", "view_as") and result.dtype == old.dtype:
@@ -451,14 +439,6 @@ def _channel_axis(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], matr
             f"the einsum '{args[0]}' has no single axis of channels to equilibrate along"
         )
     return only[0]
-
-
-def _one_row(mean: Tensor) -> Tensor:
-    """The rows of an expanded mean are all the same: keep one along each axis of stride zero."""
-    for axis in range(mean.ndim):
-        if mean.stride(axis) == 0:
-            mean = mean.narrow(axis, 0, 1)
-    return mean
 
 
 def _see_through(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,9 +11,69 @@ from typing import Any
 
 import torch
 
+from attncond.adapters import structural
 from attncond.adapters._transformers_names import models
 from attncond.errors import UnsupportedAttentionError
 from attncond.sites import Site, fused, join, project, separate
+
+_BLOCKS = "a head's output is a sum of products with parts of the attention matrix"
+_MAP = "the softmax is the output itself (a mask for each query): there are no values"
+
+
+def _matched(module: Any) -> Site:
+    """What names and shapes tell, for a class that has more to say."""
+    site = structural.match(module)
+    if site is None:
+        raise UnsupportedAttentionError("its projections are not where its class has them")
+    return site
+
+
+@models(
+    "clap.ClapAudioSelfAttention",
+    "donut.donut_swin:DonutSwinSelfAttention",
+    "maskformer.maskformer_swin:MaskFormerSwinSelfAttention",
+    "swin.SwinAttention",
+    "swin2sr.Swin2SRSelfAttention",
+    "swinv2.Swinv2SelfAttention",
+)
+def shifted_windows(module: Any) -> Site:
+    """Three linear projections; the mask of shifted windows is -100."""
+    return replace(_matched(module), kind="window", hidden=-50.0)
+
+
+@models(
+    "big_bird.BigBirdBlockSparseAttention",
+    "bigbird_pegasus.BigBirdPegasusBlockSparseAttention",
+)
+def block_sparse(module: Any) -> Site:
+    """Three linear projections; windows, random blocks and global blocks of keys."""
+    scattered = f"{_BLOCKS}: window, random and global blocks"
+    return replace(_matched(module), scattered=scattered)
+
+
+@models("pegasus_x.PegasusXGlobalLocalAttention")
+def global_local(module: Any) -> Site:
+    """Three linear projections, of the tokens of a block and of global ones."""
+    return replace(_matched(module), scattered=f"{_BLOCKS}: tokens of the block, and global ones")
+
+
+@models("vits.VitsAttention")
+def vits(module: Any) -> Site:
+    """Three linear projections; relative positions have keys and values of their own."""
+    if module.window_size is None:
+        return _matched(module)
+    scattered = f"{_BLOCKS}: with the values, and with embeddings of the relative positions"
+    return replace(_matched(module), scattered=scattered)
+
+
+@models("reformer.LocalSelfAttention")
+def reformer_local(module: Any) -> Site:
+    """Three linear projections, in chunks."""
+    return replace(
+        _matched(module),
+        opaque="its softmax is written with logsumexp and exp, where it cannot be told from other "
+        "arithmetic",
+    )
 
 
 @models(
@@ -136,9 +196,16 @@ def lilt(module: Any) -> tuple[Site, Site]:
 def longformer(module: Any) -> tuple[Site, Site]:
     """Sliding windows, and projections of their own for global tokens."""
     heads = module.num_heads
+    scattered = f"{_BLOCKS}: tokens of the window, and global tokens"
     return (
-        separate(module.query, module.key, module.value, heads=heads, kind="window"),
-        separate(module.query_global, module.key_global, module.value_global, heads=heads),
+        replace(
+            separate(module.query, module.key, module.value, heads=heads, kind="window"),
+            scattered=scattered,
+        ),
+        replace(
+            separate(module.query_global, module.key_global, module.value_global, heads=heads),
+            scattered=scattered,
+        ),
     )
 
 
@@ -150,13 +217,15 @@ def longformer(module: Any) -> tuple[Site, Site]:
 def attention_map(module: Any) -> Site:
     """The mask head's attention: a softmax of q kT, and no value."""
     heads = module.q_proj.weight.shape[0] // module.head_dim
-    return separate(module.q_proj, module.k_proj, None, heads=heads, kind="cross")
+    site = separate(module.q_proj, module.k_proj, None, heads=heads, kind="cross")
+    return replace(site, opaque=_MAP)
 
 
 @models("dab_detr.DabDetrMHAttentionMap")
 def dab_detr_attention_map(module: Any) -> Site:
     """The same, under other names."""
-    return separate(module.q_linear, module.k_linear, None, heads=module.num_heads, kind="cross")
+    site = separate(module.q_linear, module.k_linear, None, heads=module.num_heads, kind="cross")
+    return replace(site, opaque=_MAP)
 
 
 @models("levit.LevitAttention")

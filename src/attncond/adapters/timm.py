@@ -9,6 +9,7 @@ projected queries and keys are refused by name, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,13 +81,24 @@ _register(
     "window",
     "models.davit.WindowAttention",
     "models.nest.Attention",
-    "models.swin_transformer.WindowAttention",
-    "models.swin_transformer_v2.WindowAttention",
-    "models.swin_transformer_v2_cr.WindowMultiHeadAttention",
     "models.twins.LocallyGroupedAttn",
 )
 _register(_stacked, "cross-covariance", "models.edgenext.CrossCovarianceAttn", "models.xcit.XCA")
 _register(_stacked, "linear", "models.coat.FactorAttnConvRelPosEnc")
+
+
+def _shifted_window(module: Any, kind: Kind) -> Site:
+    """[q; k; v]; the mask of shifted windows is -100."""
+    return replace(_stacked(module, kind), hidden=-50.0)
+
+
+_register(
+    _shifted_window,
+    "window",
+    "models.swin_transformer.WindowAttention",
+    "models.swin_transformer_v2.WindowAttention",
+    "models.swin_transformer_v2_cr.WindowMultiHeadAttention",
+)
 
 
 def _head_major(module: Any, kind: Kind) -> Site:
@@ -139,7 +151,16 @@ def _qk_and_v(module: Any, kind: Kind) -> Site:
     return join(qk, separate(None, None, module.v, heads=module.num_heads, kind=kind))
 
 
-_register(_qk_and_v, "self", "models.convit.GPSA", "models.tnt.Attention")
+_register(_qk_and_v, "self", "models.tnt.Attention")
+
+
+@register("timm.models.convit.GPSA")
+def _gated_positional(module: Any) -> Site:
+    return replace(
+        _qk_and_v(module, "self"),
+        opaque="its attention matrix is a gated sum of two softmaxes, one of positions alone, "
+        "divided by its row sums, which are zero for one without its gap",
+    )
 
 
 def _class_attention(module: Any, kind: Kind) -> Site:
@@ -171,7 +192,12 @@ def _differential(module: Any) -> Site:
         project(role, owner, _rows(start + i * width, count, size))
         for i, (role, count, size) in enumerate(blocks)
     )
-    return Site(projections, "fused qkv, role-major")
+    return Site(
+        projections,
+        "fused qkv, role-major",
+        scattered="a head's output is the difference of two attentions (and has its rows "
+        "normalised right after)",
+    )
 
 
 register(
@@ -257,7 +283,14 @@ def _non_local(module: Any) -> Site:
 @register("timm.layers.other_pool.SimPool1d", "timm.layers.other_pool.SimPool2d")
 def _sim_pool(module: Any) -> Site:
     """One query, the mean token. Its values are the normalised tokens, without a projection."""
-    return separate(module.q, module.k, None, heads=module.num_heads, kind="class")
+    site = separate(module.q, module.k, None, heads=module.num_heads, kind="class")
+    if module.gamma is None:
+        return site
+    return replace(
+        site,
+        opaque="gamma makes it a power mean of the values: roots are taken of the heads' outputs, "
+        "which have to be positive for that",
+    )
 
 
 @register("timm.models.davit.ChannelAttention")

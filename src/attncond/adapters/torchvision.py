@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from attncond.adapters import register
@@ -18,7 +19,8 @@ def shifted_window_attention(module: Any) -> Site:
 
     Version 2 normalises q and k to unit length before their product (cosine attention).
     """
-    return fused(module.qkv, "qkv", heads=module.num_heads, kind="window")
+    site = fused(module.qkv, "qkv", heads=module.num_heads, kind="window")
+    return replace(site, hidden=-50.0)  # the mask of shifted windows is -100
 
 
 @register("torchvision.models.maxvit.RelativePositionalMultiHeadAttention")

@@ -15,10 +15,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attncond import kernels
+
 
 @dataclass(frozen=True)
 class RemoveGap:
     """Subtract from each query's output the mean of the values it sees."""
+
+
+def centre(value: Tensor) -> Tensor:
+    """``value`` (..., keys, channels) without its mean over the keys, in its own dtype.
+
+    >>> centre(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
+    tensor([[-1., -2.],
+            [ 1.,  2.]])
+    """
+    if value.is_cuda and kernels.can_centre(value):
+        return kernels.centre(value)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return (value - value.mean(-2, keepdim=True, dtype=wide)).to(value.dtype)
 
 
 def uniform(visible: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -45,6 +60,8 @@ def visible_mean(
     """
     wide = torch.promote_types(value.dtype, torch.float32)
     keys = value.shape[-2]
+    if keys == 0:
+        return value.new_zeros((*value.shape[:-2], 1, value.shape[-1]), dtype=wide)
     if visible is None and not causal:
         return value.mean(-2, keepdim=True, dtype=wide)
     if visible is None:
@@ -58,8 +75,9 @@ def visible_mean(
     if causal:
         visible = visible & torch.ones(queries, keys, device=value.device, dtype=torch.bool).tril()
     count = visible.sum(-1, keepdim=True, dtype=wide).clamp_min(1)
-    total: Tensor = _masked_sum(value, visible.to(value.dtype)) / count
-    return total
+    if value.dtype == torch.float16:  # where a sum of many values overflows, and their mean not
+        return _masked_sum(value, (visible / count).to(value.dtype)).to(wide)
+    return _masked_sum(value, visible.to(value.dtype)) / count
 
 
 def _masked_sum(value: Tensor, weights: Tensor) -> Tensor:
@@ -68,5 +86,6 @@ def _masked_sum(value: Tensor, weights: Tensor) -> Tensor:
         return weights @ value
     heads, channels = value.shape[-3], value.shape[-1]
     flat = value.transpose(-3, -2).flatten(-2)  # (..., keys, heads * channels)
-    total = weights.squeeze(-3) @ flat
-    return total.unflatten(-1, (heads, channels)).transpose(-3, -2)
+    total: Tensor = weights.squeeze(-3) @ flat
+    split: Tensor = total.unflatten(-1, (heads, channels))
+    return split.transpose(-3, -2)

@@ -23,13 +23,15 @@ from torch import Tensor
 
 from attncond.errors import ConditioningError
 
+_LEAST = 1e-18  # its square is about the least that float32 can hold
+
 
 @dataclass(frozen=True)
 class Precondition:
     """Divide each row of each head's output by its length.
 
     Args:
-        eps: Rows shorter than this are divided by it instead; rows of zeros stay zeros.
+        eps: Rows shorter than this are divided by it instead; rows of zeros stay as they are.
         detach: Treat the lengths as constants in the backward pass.
 
     >>> Precondition().equilibrate(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -43,8 +45,8 @@ class Precondition:
     def __post_init__(self) -> None:
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float):
             raise ConditioningError(f"eps must be a number, not {self.eps!r}")
-        if not (self.eps > 0 and math.isfinite(self.eps)):
-            raise ConditioningError(f"eps must be positive and finite, not {self.eps!r}")
+        if not (self.eps >= _LEAST and math.isfinite(self.eps)):
+            raise ConditioningError(f"eps must be finite and at least {_LEAST}, not {self.eps!r}")
         if not isinstance(self.detach, bool):
             raise ConditioningError(f"detach must be True or False, not {self.detach!r}")
 
@@ -52,5 +54,12 @@ class Precondition:
         """C·A for an output whose rows run along ``dim``; any shape, half precision too."""
         # In half precision the squares of a row neither fit nor keep enough digits.
         wide = output.float() if output.dtype.itemsize < 4 else output
-        length: Tensor = torch.linalg.vector_norm(wide, dim=dim, keepdim=True).clamp_min(self.eps)
-        return (wide / (length.detach() if self.detach else length)).to(output.dtype)
+        # Not vector_norm and a division: the compiler makes slower kernels of them.
+        squares = wide.square().sum(dim, keepdim=True)
+        # Rows of zeros are those that see nothing, or one key and no gap. Their gradients come to
+        # nothing further back, but 1/eps times each of them would drown those of other rows.
+        scale = torch.where(
+            squares == 0, torch.ones_like(squares), squares.clamp_min(self.eps**2).rsqrt()
+        )
+        result: Tensor = wide * (scale.detach() if self.detach else scale)
+        return result.to(output.dtype)
