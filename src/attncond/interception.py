@@ -12,9 +12,9 @@ Two ways lead from queries, keys and values to a head's output:
   for logits, the softmax of logits for an attention matrix, the product of such a matrix with
   something else for the heads' output.
 
-An attention matrix stands for a difference that is not formed yet (:class:`Matrix`): P − U, until it
-meets the values, because dropout acts on P alone and because weights that are returned to the user
-should stay probabilities.
+An attention matrix stands for a difference that is not formed yet (:class:`Matrix`): P − U, until
+it meets the values, because dropout acts on P alone and because weights that are returned to the
+user should stay probabilities.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from attncond.sites import HIDDEN
 
 _PRODUCTS = frozenset(("matmul", "__matmul__", "bmm", "einsum", "baddbmm", "mm"))
 _ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
+_JOINS = frozenset(("cat", "concat", "concatenate"))
 _DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout"))
 _CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
 _RESHAPES = frozenset(
@@ -49,10 +50,14 @@ _OBSERVERS = frozenset(("mean", "sum", "amax", "max", "argmax", "any", "all", "i
 
 
 class Logits(NamedTuple):
-    """A product of queries and keys, or what became of it, and which keys a mask left visible."""
+    """A product of queries and keys, or what became of it, and which keys a mask left visible.
+
+    ``sinks``: some of its columns are logits of no key (attention sinks), never visible.
+    """
 
     tensor: Tensor
     visible: Tensor | None
+    sinks: bool = False
 
 
 class Matrix(NamedTuple):
@@ -232,6 +237,9 @@ class Interception(TorchFunctionMode):
         matrix = func(safe, *args[1:], **kwargs)
         matrix = torch.where(seen, matrix, torch.zeros_like(matrix))
         minus = None if self.gap is None else uniform(visible, dim, matrix.dtype)
+        if minus is not None and logits.sinks:
+            # What the sink leaves to the keys, as if it were a gate on the head's output.
+            minus = minus * (matrix * visible).sum(dim, keepdim=True)
         self.softmaxes += 1
         self.matrices.append(Matrix(matrix, minus, self.softmaxes))
         return matrix
@@ -248,7 +256,16 @@ class Interception(TorchFunctionMode):
     ) -> None:
         """Keep an eye on what logits become on their way to the softmax."""
         visible: Any = logits.visible
-        if name in _ADDITIONS and self.hidden > HIDDEN:
+        sinks = logits.sinks and name not in _RESHAPES
+        if logits.sinks and not sinks:
+            visible = None  # positions are shifted so too, with a column of zeros
+        if name in _JOINS:
+            known = [_find(self.logits, [o]) is not None for o in operands]
+            if sinks := not all(known):
+                pairs = zip(operands, known, strict=True)
+                keys = [torch.full_like(o, k, dtype=torch.bool) for o, k in pairs]
+                visible = func(keys, *args[1:], **kwargs)
+        elif name in _ADDITIONS and self.hidden > HIDDEN:
             # A mask of -100 cannot be told from the logits themselves, only where it is added.
             for other in operands:
                 if other is not logits.tensor:
@@ -258,7 +275,7 @@ class Interception(TorchFunctionMode):
             visible = _reshaped(func, name, args, kwargs, logits.tensor, visible, result)
         for i, part in enumerate(_tensors(result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
-            self.logits.append(Logits(part, shown))
+            self.logits.append(Logits(part, shown, sinks))
 
     def _use_matrix(
         self,
