@@ -194,7 +194,7 @@ class Interception(TorchFunctionMode):
         self.acted += 1
         if mean is not None:
             output = subtract(output, mean)
-        if self.gap is not None and self.precondition is not None:
+        if self.gap is not None and self.precondition is not None and dropout_p == 0.0:
             # A query that sees one key has nothing left but rounding, which must not get length 1.
             alone = _sees_one(value.shape[-2], query.shape[-2], is_causal, visible, value.device)
             output = torch.where(alone, torch.zeros_like(output), output)
