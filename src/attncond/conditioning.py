@@ -98,7 +98,7 @@ def _condition_heads(
     unique = {id(site.module): site for site in sites}.values()
     try:
         for site in unique:
-            add(site.module, method, site.hidden, counts[id(site.module)], site.path)
+            add(site, method, counts[id(site.module)])
             recast(site.module)
     except BaseException:
         for site in unique:

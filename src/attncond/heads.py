@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from attncond.interception import Interception
 from attncond.methods import Precondition, RemoveGap
-from attncond.sites import HIDDEN
+from attncond.sites import HIDDEN, Site
 
 HeadMethod = Precondition | RemoveGap
 
@@ -32,12 +32,15 @@ class Heads:
     gap: RemoveGap | None = None
     precondition: Precondition | None = None
     hidden: float = HIDDEN
+    softmax: int = 0
     sites: int = 1
     path: str = ""
 
     def interception(self) -> Interception:
         """The mode that does it, for one forward pass."""
-        return Interception(self.gap, self.precondition, self.hidden, self.sites, self.path)
+        return Interception(
+            self.gap, self.precondition, self.hidden, self.softmax, self.sites, self.path
+        )
 
     def methods(self) -> list[HeadMethod]:
         """Those that are on, in the order in which they act."""
@@ -55,9 +58,19 @@ def conditioned_heads(module: nn.Module) -> Heads | None:
     return found
 
 
-def add(module: nn.Module, method: HeadMethod, hidden: float, sites: int, path: str) -> None:
-    """Write a method into the module's record. Its class has to be recast afterwards."""
-    record = replace(conditioned_heads(module) or Heads(), hidden=hidden, sites=sites, path=path)
+def add(site: Site, method: HeadMethod, sites: int) -> None:
+    """Write a method into the record of a site's module. Its class has to be recast afterwards.
+
+    ``sites``: how many of them the module has.
+    """
+    module = site.module
+    record = replace(
+        conditioned_heads(module) or Heads(),
+        hidden=site.hidden,
+        softmax=site.softmax,
+        sites=sites,
+        path=site.path,
+    )
     if isinstance(method, RemoveGap):
         module.__dict__[_RECORD] = replace(record, gap=method)
     else:

@@ -84,8 +84,8 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
 class Interception(TorchFunctionMode):
     """Changes the attention of one forward of one site.
 
-    ``hidden``: an additive mask below this hides its key. ``expected``: how many heads' outputs
-    there have to be at the least.
+    ``hidden``: an additive mask below this hides its key. ``softmax``: the only one to change, if
+    not 0. ``expected``: how many heads' outputs there have to be at the least.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Interception(TorchFunctionMode):
         gap: RemoveGap | None,
         precondition: Precondition | None,
         hidden: float,
+        softmax: int,
         expected: int,
         path: str,
     ) -> None:
@@ -100,6 +101,7 @@ class Interception(TorchFunctionMode):
         self.gap = gap
         self.precondition = precondition
         self.hidden = hidden
+        self.softmax = softmax
         self.expected = expected
         self.path = path
         self.acted = 0
@@ -228,6 +230,9 @@ class Interception(TorchFunctionMode):
         self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
     ) -> Tensor:
         """The attention matrix; a row that sees nothing becomes zero, and so do its gradients."""
+        self.softmaxes += 1
+        if self.softmax not in (0, self.softmaxes):
+            return func(*args, **kwargs)
         dim = kwargs["dim"] if "dim" in kwargs else args[1]
         visible = logits.tensor.detach() > HIDDEN
         if logits.visible is not None:
@@ -240,7 +245,6 @@ class Interception(TorchFunctionMode):
         if minus is not None and logits.sinks:
             # What the sink leaves to the keys, as if it were a gate on the head's output.
             minus = minus * (matrix * visible).sum(dim, keepdim=True)
-        self.softmaxes += 1
         self.matrices.append(Matrix(matrix, minus, self.softmaxes))
         return matrix
 

@@ -72,6 +72,8 @@ class Site:
     ``opaque``: why its attention matrix and heads' outputs cannot be reached, if they cannot.
     ``scattered``: why a head's output is nowhere in one piece, if so; only its sum could be
     preconditioned, while the gap can still be removed from each part.
+    ``softmax``: which softmax of its forward the values meet, counted from 1, where others stand
+    between it and the heads' outputs (Nyströmformer); 0 where each meets values.
     """
 
     projections: tuple[Projection, ...]
@@ -82,6 +84,7 @@ class Site:
     hidden: float = HIDDEN
     opaque: str = ""
     scattered: str = ""
+    softmax: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

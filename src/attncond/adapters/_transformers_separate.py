@@ -66,6 +66,23 @@ def vits(module: Any) -> Site:
     return replace(_matched(module), scattered=scattered)
 
 
+@models("nystromformer.NystromformerSelfAttention")
+def nystromformer(module: Any) -> Site:
+    """Three linear projections; attention to landmarks is a product of three matrices.
+
+    A head's output is K1 Z (K3 V), where K1, K2 and K3 are softmaxes, in this order, and Z inverts
+    K2. Without the gap of K3, the rows of the whole product sum to zero.
+    """
+    if module.num_landmarks == module.seq_len:
+        return _matched(module)
+    return replace(
+        _matched(module),
+        softmax=3,
+        scattered="its attention matrix is a product of three, and only the one next to the "
+        "values is reached",
+    )
+
+
 @models("reformer.LocalSelfAttention")
 def reformer_local(module: Any) -> Site:
     """Three linear projections, in chunks."""
