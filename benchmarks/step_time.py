@@ -1,6 +1,7 @@
 """Training-step time and memory of conditioned against stock attention, in one run.
 
     python benchmarks/step_time.py                      # ViT-B/16, batch 256, bf16, compiled, CUDA
+    python benchmarks/step_time.py --model gpt2 --batch 16 --variants stock_again gap
     python benchmarks/step_time.py --model vit_tiny_patch16_224 --batch 4 --rounds 2 --steps 4 ...
 
 Each turn of a variant stands between two turns of the stock model, and its ratio is to their mean:
@@ -19,8 +20,9 @@ from pathlib import Path
 
 import timm
 import torch
+import torch._dynamo
 from _record import write
-from torch import nn
+from torch import Tensor, nn
 
 import attncond as ac
 from attncond.conditioning import Handle
@@ -47,20 +49,44 @@ def svd_refresh(handle: Handle) -> None:
             weight.buffer("correction")[index.to(matrix.device)] = s[0] * (u @ vh)
 
 
+METHODS: dict[str, list[ac.Spectral | ac.RemoveGap | ac.Precondition]] = {
+    "identity": [ac.Spectral()],
+    "paper": [ac.Spectral.paper()],
+    "polar": [ac.Spectral.paper_svd()],
+    "polar_scratch": [ac.Spectral.paper_svd()],
+    "polar_svd": [ac.Spectral.paper_svd()],
+    "polar_every_10": [ac.Spectral(correction="polar", preserve_norm=False, refresh_every=10)],
+    "folded": [ac.Spectral()],
+    "gap": [ac.RemoveGap()],
+    "precondition": [ac.Precondition()],
+    "precondition_detached": [ac.Precondition(detach=True)],
+    "all_three": [ac.Spectral(), ac.RemoveGap(), ac.Precondition()],
+}
+
+
+def task(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model and its loss on one fixed batch: a timm classifier, or GPT-2 on 1,024 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    if args.model == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+        language = GPT2LMHeadModel(GPT2Config(**off, loss_type="ForCausalLM")).to(device)
+        tokens = torch.randint(50257, (args.batch, args.tokens), generator=generator).to(device)
+        return language, lambda: language(tokens, labels=tokens).loss
+    model = timm.create_model(args.model).to(device)
+    size = model.pretrained_cfg["input_size"]
+    images = torch.randn(args.batch, *size, generator=generator).to(device)
+    labels = torch.randint(1000, (args.batch,), generator=generator).to(device)
+    return model, lambda: nn.functional.cross_entropy(model(images), labels)
+
+
 def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
     """One variant, ready to train on its own copy of the same weights."""
     torch.manual_seed(0)
-    model = timm.create_model(args.model).to(device)
-    methods = {
-        "identity": ac.Spectral(),
-        "paper": ac.Spectral.paper(),
-        "polar": ac.Spectral.paper_svd(),
-        "polar_scratch": ac.Spectral.paper_svd(),
-        "polar_svd": ac.Spectral.paper_svd(),
-        "polar_every_10": ac.Spectral(correction="polar", preserve_norm=False, refresh_every=10),
-        "folded": ac.Spectral(),
-    }
-    handle = ac.condition(model, methods[name]) if name in methods else None
+    model, loss_of = task(args, device)
+    handles = [ac.condition(model, method) for method in METHODS.get(name, [])]
+    handle = handles[0] if handles and handles[0].certificates(exact=False) else None
     if name == "folded":
         assert handle is not None
         handle.fold()
@@ -69,16 +95,12 @@ def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=fused)
     if handle and name in ("polar", "polar_every_10"):
         handle.attach(optimizer)
-    compiled = torch.compile(model) if args.compile else model
-    generator = torch.Generator().manual_seed(1)
-    size = model.pretrained_cfg["input_size"]
-    images = torch.randn(args.batch, *size, generator=generator).to(device)
-    labels = torch.randint(1000, (args.batch,), generator=generator).to(device)
+    compiled = torch.compile(loss_of) if args.compile else loss_of
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = nn.functional.cross_entropy(compiled(images), labels)
+            loss = compiled()
         loss.backward()
         optimizer.step()
         if name == "polar_scratch":
@@ -116,19 +138,21 @@ def peak_memory(variant: Variant) -> int:
 
 def main() -> None:
     """Measure and write."""
-    names = "stock_again identity paper folded polar polar_every_10 polar_scratch polar_svd"
+    names = ["stock_again", *METHODS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_base_patch16_224")
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1024, help="of GPT-2")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--variants", nargs="+", default=names.split(), choices=names.split())
+    parser.add_argument("--variants", nargs="+", default=names, choices=names)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/step_time.json"))
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # what a training script sets
+    torch._dynamo.config.recompile_limit = 64  # one code, many models
 
     variants = []
     for name in dict.fromkeys(["stock", *args.variants]):

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncond import kernels
-
 
 @dataclass(frozen=True)
 class RemoveGap:
@@ -30,8 +28,6 @@ def centre(value: Tensor) -> Tensor:
     tensor([[-1., -2.],
             [ 1.,  2.]])
     """
-    if value.is_cuda and kernels.can_centre(value):
-        return kernels.centre(value)
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value - value.mean(-2, keepdim=True, dtype=wide)).to(value.dtype)
 
