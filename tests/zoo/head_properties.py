@@ -25,7 +25,6 @@ import attncond as ac
 from attncond.sites import Projection, Site
 
 Change = Callable[[Tensor], Tensor]  # of what a projection gives, (..., heads, head_dim)
-_OVER_CHANNELS = ("cross-covariance", "channel")
 
 
 class Precise(TorchFunctionMode):
@@ -140,9 +139,9 @@ class Call:
         return flat(output)
 
     @property
-    def kind(self) -> str:
-        """Of its sites."""
-        return self.sites[0].kind
+    def over_channels(self) -> bool:
+        """Whether its keys are the channels of a head."""
+        return self.sites[0].kind in ("cross-covariance", "channel")
 
     @property
     def cls(self) -> str:
@@ -243,9 +242,20 @@ def shift(call: Call) -> Change:
 
     def change(values: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(5)
-        width = 1 if call.kind in _OVER_CHANNELS else values.shape[-1]
+        width = 1 if call.over_channels else values.shape[-1]
         constant = torch.randn(values.shape[-2], width, generator=generator, dtype=torch.float64)
         return values + size * constant.to(values)
+
+    return change
+
+
+def same(*, unit: bool) -> Change:
+    """The same value for all keys, so that every row of a head's output is that; of length one?"""
+
+    def change(values: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(6)
+        one = torch.randn(values.shape[-2:], generator=generator, dtype=torch.float64).to(values)
+        return (one / one.norm(dim=-1, keepdim=True) if unit else one).expand_as(values)
 
     return change
 

@@ -7,6 +7,8 @@ For each attention, with the inputs that it has in its model (see head_propertie
   queries and keys.
 - shift: RemoveGap does not see what is added to all values alike.
 - length: Precondition does not see how long the values are.
+- unit: where all keys have the same value, Precondition gives what the stock module gives for that
+  value divided by its length, head by head.
 
 Then the whole model: all methods together, forwards and backwards; both of a library's ways to
 attend give the same; and taking the methods off leaves no trace.
@@ -46,9 +48,9 @@ from attncond.inspection import Plan  # noqa: E402
 from attncond.sites import HIDDEN  # noqa: E402
 
 
-def _torchvision_cases() -> ModuleType:
-    path = Path(__file__).parents[1] / "adapters" / "test_torchvision.py"
-    spec = importlib.util.spec_from_file_location("torchvision_cases", path)
+def _cases(library: str) -> ModuleType:
+    path = Path(__file__).parents[1] / "adapters" / f"test_{library}.py"
+    spec = importlib.util.spec_from_file_location(f"{library}_cases", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -56,7 +58,8 @@ def _torchvision_cases() -> ModuleType:
     return module
 
 
-TORCHVISION = _torchvision_cases()
+TORCHVISION = _cases("torchvision")
+TRANSFORMERS = _cases("transformers")
 
 _LINEAR = "linear attention"
 _SUM = "a head's output is a sum of products"
@@ -70,6 +73,15 @@ OPAQUE = {
     "timm.models.convit.GPSA": "its attention matrix is a gated sum",
     "timm.models.efficientvit_mit.LiteMLA": _LINEAR,
     "transformers.models.reformer.modeling_reformer.LocalSelfAttention": "its softmax is written",
+    **{
+        f"transformers.models.{name}MHAttentionMap": "the softmax is the output itself"
+        for name in (
+            "conditional_detr.modeling_conditional_detr.ConditionalDetr",
+            "dab_detr.modeling_dab_detr.DabDetr",
+            "detr.modeling_detr.Detr",
+            "maskformer.modeling_maskformer.MaskFormerDetr",
+        )
+    },
 }
 SCATTERED = {
     "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
@@ -99,23 +111,25 @@ BESIDE = {
         "talking_head2.bias",
     ),
     "transformers.models.deberta.modeling_deberta.DisentangledSelfAttention": ("v_bias",),
+    "transformers.models.layoutlmv2.modeling_layoutlmv2.LayoutLMv2SelfAttention": ("v_bias",),
     "transformers.models.nystromformer.modeling_nystromformer.NystromformerSelfAttention": (
         "conv.weight",
     ),
 }
 
 # case, or its class: the properties that do not hold, and have to fail
-NORMALISED = {"shift", "length"}  # values are normalised after their projection
+NORMALISED = {"shift", "length", "unit"}  # values are normalised after their projection
 FOLLOWED = {"exact"}  # an activation, a norm or an MLP follows the heads
 EXCEPTIONS: dict[str, set[str]] = {
     "timm.layers.attention_pool.AttentionPoolLatent": FOLLOWED,
     "timm.layers.diff_attention.DiffAttention": FOLLOWED,
-    "timm.layers.halo_attn.HaloAttn": {"shift"},  # sees zeros beyond the border
-    "timm.models.efficientformer_v2.Attention2d": FOLLOWED,
+    "timm.layers.halo_attn.HaloAttn": {"shift", "unit"},  # sees zeros beyond the border
+    "timm.models.cait.TalkingHeadAttn": {"unit"},  # mixes heads after the softmax
+    "timm.models.efficientformer_v2.Attention2d": FOLLOWED | {"unit"},  # so does this
     "timm.models.efficientformer_v2.Attention2dDownsample": FOLLOWED,
     "timm.models.efficientvit_msra.CascadedGroupAttention": FOLLOWED,
     "timm.models.gemma4_vit.Gemma4Attention": NORMALISED,
-    "timm.models.iformer.SHMA": {"shift", "length"},  # values pass through a sigmoid
+    "timm.models.iformer.SHMA": {"shift", "length", "unit"},  # values pass through a sigmoid
     "timm.models.levit.Attention": FOLLOWED,
     "timm.models.levit.AttentionDownsample": FOLLOWED,
     "timm.models.mvitv2.MultiScaleAttention": NORMALISED,
@@ -124,13 +138,19 @@ EXCEPTIONS: dict[str, set[str]] = {
     "qk and scale norm": FOLLOWED,
     "albert": FOLLOWED,
     "bitnet": FOLLOWED,
+    "diffusion_gemma.DiffusionGemmaDecoderTextAttention sliding_attention": NORMALISED,
+    "diffusion_gemma.DiffusionGemmaEncoderTextAttention sliding_attention": NORMALISED,
     "doge": {"shift", "length"},  # values decide which keys are seen
     "funnel": FOLLOWED,
     "gemma3n_text": NORMALISED,
+    "gemma4.Gemma4AudioAttention": {
+        "shift",
+        "unit",
+    },  # sees zeros before the first frame, without a mask
     "gemma4_text": NORMALISED,
     "gemma4_unified_text": NORMALISED,
     "gemma4_vision": NORMALISED,
-    "gpt_oss": FOLLOWED,  # by what the sink leaves, which depends on queries and keys
+    "gpt_oss": FOLLOWED | {"unit"},  # by what the sink leaves, which depends on queries and keys
     "levit (transformers)": FOLLOWED,
     "nystromformer": FOLLOWED,  # by two more matrices, whose rows sum to one only nearly
 }
@@ -166,6 +186,10 @@ def properties(call: Call) -> dict[str, float]:
         assert distance(output, stock) > 1e-4, "Precondition does nothing"
         if values:
             found["length"] = distance(call(triple), output)
+        if values and not call.over_channels:
+            output = call(heads.same(unit=False))
+    if values and not call.over_channels:
+        found["unit"] = distance(output, call(heads.same(unit=True)))
     return found
 
 
@@ -185,6 +209,13 @@ def without(call: Call) -> None:
             parameter = dict(call.module.named_parameters()).get(name)
             if parameter is not None:
                 parameter.zero_()
+
+
+def identify_norms(model: nn.Module) -> None:
+    """Fresh batch norms multiply by 1/√(1 + eps): make that one."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eps = 0.0
 
 
 def check_properties(case: str, model: nn.Module, run: Callable[[], Any], tolerance: float) -> None:
@@ -290,6 +321,7 @@ def whole_check(
     tolerance: float = 1e-9,
 ) -> None:
     enliven(model)
+    identify_norms(model)
     check_refusals(case, model)
     before = fingerprint(model, run)
     handles = check_life(model, run, silent)
@@ -341,6 +373,34 @@ def test_torchvision(name: str) -> None:
     whole_check(name, model, lambda: model(x), lambda on: False)
 
 
+@pytest.mark.parametrize("name", TRANSFORMERS.PARTS)
+def test_attention_classes_that_no_tiny_model_has(name: str) -> None:
+    make, run, _ = TRANSFORMERS.PARTS[name]
+    if not (TRANSFORMERS.MODELS / name.partition(".")[0]).exists():
+        pytest.skip("this version of transformers lacks the model")
+    module = oracle.prepare(make())
+    enliven(module)
+    identify_norms(module)
+    check_refusals(name, module)
+    run(module)  # which makes some float32
+    single = next(module.parameters()).dtype == torch.float32
+    check_properties(name, module, lambda: run(module), 1e-4 if single else 1e-9)
+
+
+class Clap(nn.Module):
+    """The attention of CLAP's audio encoder, with two halves of a window that do not mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.ClapAudioConfig(qkv_bias=True)
+        self.attention = TRANSFORMERS.load("clap.ClapAudioSelfAttention")(config, 8, 2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.arange(16) < 8
+        mask = torch.where(half[:, None] == half, 0.0, -100.0).double()
+        return self.attention(x, mask.expand(2, 16, 16))[0]
+
+
 def windows(name: str, fused: bool) -> list[Call]:
     """The attentions of a Swin, every second of which shifts its windows."""
     library, name = name.split(" ", 1)
@@ -351,6 +411,8 @@ def windows(name: str, fused: bool) -> list[Call]:
         model = TIMM.build(make)
         x = torch.randn(2, 3, size, size, dtype=torch.float64)
         TIMM.set_fused(model, fused)
+    elif name == "clap":
+        model, x = oracle.prepare(Clap()), torch.randn(4, 16, 8, dtype=torch.float64)
     else:
         case = CASES[name]
         model = oracle.prepare(build(name, {**case.config, "depths": [2, 2]}))
@@ -374,7 +436,10 @@ def windows(name: str, fused: bool) -> list[Call]:
         ("transformers swin", True),
         ("transformers swin", False),
         ("transformers swinv2", False),
+        ("transformers swin2sr", False),
         ("transformers donut-swin", False),
+        ("transformers maskformer-swin", False),
+        ("transformers clap", False),
     ],
 )
 def test_masked_neighbours_of_shifted_windows_stay_out_of_the_mean(name: str, fused: bool) -> None:
@@ -388,3 +453,35 @@ def test_masked_neighbours_of_shifted_windows_stay_out_of_the_mean(name: str, fu
     assert max(properties(call)["exact"] for call in calls) < 1e-9
     with mock.patch("attncond.conditioning.inspect", unaware):
         assert max(properties(call)["exact"] for call in calls) > 1e-2
+
+
+class Sinking(nn.Module):
+    """Attention with a sink: a logit that takes weight, as gpt-oss and as Granite write it."""
+
+    def __init__(self, gate: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_heads, self.gate = 2, gate
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 8) for _ in range(3))
+        self.sinks = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in projections)
+        logits = q @ k.transpose(-2, -1)
+        sinks = self.sinks.view(1, 2, 1, 1).expand(*logits.shape[:-1], 1)
+        if self.gate:
+            left = torch.sigmoid(torch.logsumexp(logits, -1, keepdim=True) - sinks)
+            return (logits.softmax(-1) @ v) * left
+        logits = torch.cat([logits, sinks], dim=-1)
+        logits = logits - logits.max(dim=-1, keepdim=True).values
+        return logits.softmax(-1)[..., :-1] @ v
+
+
+def test_sinks_are_no_keys_however_they_are_written() -> None:
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    gate, column = Sinking(True).double(), Sinking(False).double()
+    assert distance(column(x), gate(x)) < 1e-12
+    ac.condition(gate, ac.RemoveGap())
+    ac.condition(column, ac.RemoveGap())
+    assert distance(column(x), gate(x)) < 1e-12
