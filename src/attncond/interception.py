@@ -462,10 +462,19 @@ def _channel_axis(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], matr
     return only[0]
 
 
+def _check_key_padding_mask(mask: Tensor, keys: int, batch: int) -> None:
+    """As in torch.nn.functional, where its messages keep torch.compile from one graph."""
+    if mask.shape[0] != batch or mask.shape[1] != keys:
+        raise AssertionError(
+            f"Expected key_padding_mask of shape {(batch, keys)}, but got {tuple(mask.shape)}"
+        )
+
+
 def _see_through(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function of torch.nn.functional that never hands itself to a mode as a whole."""
     scope = {k: v for k, v in vars(F).items() if k != "__name__"}  # or dynamo looks there instead
     scope["has_torch_function"] = lambda _: False
+    scope["_check_key_padding_mask"] = _check_key_padding_mask
     copy = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
