@@ -60,6 +60,11 @@ def _centred(model: nn.Module, site: Site) -> list[tuple[Tensor, Tensor]]:
             f"RemoveGap cannot be folded in {where} while Spectral conditions its W_V: fold or "
             "remove that first"
         )
+    if any(getattr(m, "base_layer", None) is value.owner for m in model.modules()):
+        raise NotFoldableError(
+            f"RemoveGap cannot be folded in {where}: an adapter (LoRA) adds to what its W_V gives; "
+            "merge the adapter into the weights first"
+        )
     raw = value.raw
     if raw.is_meta:
         raise ConditioningError("weights on the meta device cannot be folded: load them first")
