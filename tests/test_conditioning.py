@@ -524,3 +524,202 @@ def test_calibrating_starts_the_count_of_steps_anew():
     assert torch.equal(owner.attncond_weight_correction, fresh)
     train(model, handle, optimizer, 1, torch.Generator().manual_seed(0))
     assert not torch.equal(owner.attncond_weight_correction, fresh)
+
+
+# Several methods on one model ---------------------------------------------------------------------
+
+GAP, PRE = ac.RemoveGap(), ac.Precondition(eps=1e-5)
+ALL = (ac.Spectral(kappa=1.5), GAP, PRE)
+composed = pytest.mark.parametrize(
+    "case",
+    [CASE[n] for n in ("timm-vit", "torch-cross", "hf-gpt2", "hf-bloom")],
+    ids=lambda c: c.name,
+)
+
+
+def with_methods(case, methods):
+    model = case.make()
+    for method in methods:
+        ac.condition(model, method)
+    return model
+
+
+@composed
+def test_methods_compose_in_any_order_of_the_calls(case):
+    wanted = case.run(with_methods(case, ALL))
+    keys = set(with_methods(case, ALL).state_dict())
+    for order in itertools.permutations(ALL):
+        model = with_methods(case, order)
+        assert torch.equal(case.run(model), wanted)
+        assert set(model.state_dict()) == keys
+    for left_out in range(3):
+        fewer = with_methods(case, [m for i, m in enumerate(ALL) if i != left_out])
+        assert not torch.allclose(case.run(fewer), wanted)
+
+
+@composed
+def test_each_handle_removes_its_own_part(case):
+    stock = case.run(case.make())
+    for order in itertools.permutations(ALL):
+        model = case.make()
+        state, classes = stock_state(model), [type(m) for m in model.modules()]
+        handles = {method: ac.condition(model, method) for method in ALL}
+        left = list(ALL)
+        for method in order:
+            handles[method].remove()
+            left.remove(method)
+            assert torch.equal(case.run(model), case.run(with_methods(case, left)))
+            with pytest.raises(ac.ConditioningError, match="removed"):
+                handles[method].remove()
+        assert same_state(model, state)
+        assert [type(m) for m in model.modules()] == classes
+        assert torch.equal(case.run(model), stock)
+
+
+@composed
+def test_the_spectral_part_is_folded_and_the_others_stay(case):
+    model = case.make()
+    handles = [ac.condition(model, method) for method in (PRE, ac.Spectral(), GAP)]
+    wanted, state = case.run(model), stock_state(model)
+    for handle in (handles[0], handles[2]):
+        with pytest.raises(ac.NotFoldableError, match=type(handle.method).__name__):
+            handle.fold()
+        assert same_state(model, state)
+    handles[1].fold()
+    torch.testing.assert_close(case.run(model), wanted, rtol=1e-10, atol=1e-10)
+    marks = {key.rpartition(".")[2] for key in model.state_dict() if "attncond" in key}
+    assert marks == {"attncond_remove_gap", "attncond_precondition"}
+    for handle in (handles[0], handles[2]):
+        handle.remove()
+    folded = case.make()
+    ac.condition(folded, ac.Spectral()).fold()
+    assert torch.equal(case.run(model), case.run(folded))
+
+
+@pytest.mark.parametrize("method", [GAP, PRE], ids=["gap", "precondition"])
+def test_the_same_method_twice(method):
+    model = vit.make()
+    ac.condition(model, ac.Spectral())
+    handle = ac.condition(model, method)
+    wanted, state = vit.run(model), stock_state(model)
+    for again in (method, ac.Precondition() if method is PRE else method):
+        with pytest.raises(
+            ac.AlreadyConditionedError, match=rf"1 more carry {type(method).__name__}"
+        ):
+            ac.condition(model, again)
+    with pytest.raises(ac.AlreadyConditionedError, match=r"blocks.0.attn and 1 more"):
+        ac.condition(model, method)
+    assert same_state(model, state)
+    assert torch.equal(vit.run(model), wanted)
+    handle.remove()
+    ac.condition(model, method)
+    assert torch.equal(vit.run(model), wanted)
+
+
+def test_a_handle_is_asked_for_by_method():
+    model = with_methods(vit, (PRE, ac.Spectral()))
+    with pytest.raises(ac.ConditioningError, match=r"carries Spectral and Precondition.*say which"):
+        ac.handle(model)
+    with pytest.raises(
+        ac.ConditioningError, match="carries Spectral and Precondition, not RemoveGap"
+    ):
+        ac.handle(model, ac.RemoveGap)
+    assert ac.handle(model, ac.Precondition).method == PRE
+    assert ac.handle(model, ac.Spectral).method == ac.Spectral()
+    ac.handle(model, ac.Spectral).remove()
+    handle = ac.handle(model)
+    assert handle.method == PRE
+    assert "Precondition" in repr(handle)
+    assert "2 sites" in repr(handle)
+    other = ac.handle(model, ac.Precondition)
+    other.remove()
+    with pytest.raises(ac.ConditioningError, match="overtaken"):
+        handle.remove()
+
+
+def test_parts_with_other_lengths_have_handles_of_their_own():
+    model = vit.make()
+    ac.condition(model.blocks[0], ac.Precondition(eps=1e-3))
+    ac.condition(model.blocks[1], ac.Precondition())
+    ac.condition(model.blocks[1], GAP)
+    with pytest.raises(ac.ConditioningError, match="each part"):
+        ac.handle(model, ac.Precondition)
+    assert ac.handle(model.blocks[0]).method.eps == 1e-3
+    ac.handle(model, ac.RemoveGap).remove()
+    with pytest.raises(ac.AlreadyConditionedError):
+        ac.condition(model, PRE)
+
+
+@pytest.mark.parametrize("method", [GAP, ac.Precondition(eps=1e-3, detach=True)], ids=repr)
+def test_a_config_rebuilds_a_method_of_heads(method):
+    model, twin = vit.make(), vit.make()
+    handle = ac.condition(model, method)
+    config = json.loads(json.dumps(handle.config))
+    assert ac.condition(twin, config).method == method
+    assert torch.equal(vit.run(twin), vit.run(model))
+    assert handle.certificates() == []
+    assert handle.attach(torch.optim.SGD(model.parameters(), lr=0.1)) is handle
+    handle.calibrate()
+    handle.refresh()
+    assert torch.equal(vit.run(twin), vit.run(model))
+    with pytest.raises(ac.ConditioningError, match="does not fit"):
+        ac.condition(vit.make(), {"method": type(method).__name__, "parameters": {"colour": 1}})
+
+
+@pytest.mark.parametrize("before", [(), (ac.Spectral(),), (PRE,), (ac.Spectral(), PRE)], ids=str)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_call_for_heads_leaves_the_model_untouched(monkeypatch, before, error):
+    for name in ("timm-vit", "torch-encoder"):
+        case = CASE[name]
+        model = with_methods(case, before)
+        state, wanted = stock_state(model), case.run(model)
+        classes = [type(m) for m in model.modules()]
+        members = [set(m.__dict__) for m in model.modules()]
+        hooks = [dict(m._forward_pre_hooks) for m in model.modules()]
+        count = []
+
+        def failing(module, recast=ac.conditioning.recast, count=count):
+            count.append(1)
+            if len(count) == 2:
+                raise error("interrupted")
+            recast(module)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ac.conditioning, "recast", failing)
+            with pytest.raises(error, match="interrupted"):
+                ac.condition(model, GAP)
+        assert same_state(model, state)
+        assert [type(m) for m in model.modules()] == classes
+        assert [set(m.__dict__) for m in model.modules()] == members
+        assert [dict(m._forward_pre_hooks) for m in model.modules()] == hooks
+        assert torch.equal(case.run(model), wanted)
+        ac.condition(model, GAP)
+
+
+def test_a_module_at_two_places_is_conditioned_once():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).double().eval()
+    model = nn.ModuleDict({"first": attention, "second": attention})
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    stock = attention(x, x, x)[0]
+    handle = ac.condition(model, GAP)
+    conditioned = model["second"](x, x, x)[0]
+    assert torch.equal(model["first"](x, x, x)[0], conditioned)
+    assert not torch.allclose(conditioned, stock)
+    handle.remove()
+    assert torch.equal(model["second"](x, x, x)[0], stock)
+
+
+def test_training_all_of_it_moves_every_parameter():
+    model = with_methods(vit, ALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before = stock_state(model)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = vit.run(model).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert {n for n, _ in model.named_parameters() if "attn" in n} <= moved

@@ -124,3 +124,97 @@ def test_lazy_and_sparse_weights_are_refused_by_name():
     sparse.k_proj.weight = nn.Parameter(torch.eye(8).to_sparse())
     with pytest.raises(ac.ConditioningError, match="sparse"):
         ac.condition(sparse, ac.Spectral())
+
+
+# Heads that cannot be reached ---------------------------------------------------------------------
+
+HEADS = pytest.mark.parametrize("method", [ac.RemoveGap(), ac.Precondition()], ids=repr)
+
+
+def refused(model, method, message):
+    """It is refused with this message, and the model is as it was."""
+    before, classes = stock_state(model), [type(m) for m in model.modules()]
+    members = [set(m.__dict__) for m in model.modules()]
+    with pytest.raises(ac.UnsupportedAttentionError, match=message) as error:
+        ac.condition(model, method)
+    assert same_state(model, before)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == members
+    return str(error.value)
+
+
+@HEADS
+def test_a_forward_that_is_replaced_on_the_instance_is_refused(method):
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = vit.make()
+    add_hook_to_module(model.blocks[1].attn, ModelHook())
+    text = refused(model, method, "replaced on the instance")
+    assert "blocks.1.attn" in text
+    assert "blocks.0.attn" not in text
+    assert type(method).__name__ in text
+    stock = vit.run(model)
+    ac.condition(model, method, skip_unsupported=True)
+    assert not torch.allclose(vit.run(model), stock)
+    assert type(model.blocks[0].attn).__name__ == "ConditionedAttention"
+    assert type(model.blocks[1].attn).__name__ == "Attention"
+
+
+@HEADS
+@pytest.mark.parametrize(
+    "implementation", ["flash_attention_2", "flex_attention", "paged|flash_mla"]
+)
+def test_kernels_of_their_own_are_refused(method, implementation):
+    case = CASE["hf-llama"]
+    model = case.make()
+    model.config._attn_implementation_internal = implementation
+    text = refused(model, method, "kernel of its own")
+    assert repr(implementation) in text
+    assert "set_attn_implementation('sdpa')" in text
+    for reachable in ("eager", "sdpa"):
+        model.config._attn_implementation_internal = reachable
+        ac.condition(model, method).remove()
+
+
+def test_linear_attention_has_no_matrix_to_change():
+    from timm.models.efficientvit_mit import LiteMLA
+
+    for method in (ac.RemoveGap(), ac.Precondition()):
+        refused(nn.Sequential(LiteMLA(16, 16, dim=8)), method, "no softmax")
+
+
+def test_attention_inside_of_attention_is_told_apart_or_refused():
+    class Outer(nn.MultiheadAttention):
+        def __init__(self):
+            super().__init__(8, 2)
+            self.inner = nn.MultiheadAttention(8, 2)
+
+    refused(nn.Sequential(Outer()), ac.RemoveGap(), "holds another attention")
+
+
+@pytest.mark.parametrize("reason", ["opaque", "scattered"])
+def test_what_an_adapter_says_of_heads(reason):
+    class Opaque(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+
+    @ac.register(Opaque)
+    def adapter(module):
+        site = ac.separate(module.q, module.k, module.v, heads=2)
+        return ac.Site(site.projections, site.layout, **{reason: "because of the weather"})
+
+    refused(nn.Sequential(Opaque()), ac.Precondition(), "because of the weather")
+    if reason == "opaque":
+        refused(nn.Sequential(Opaque()), ac.RemoveGap(), "because of the weather")
+        with pytest.raises(ac.UnsupportedAttentionError, match="weather"):
+            ac.condition(Opaque(), ac.RemoveGap(), skip_unsupported=True)  # nothing would be left
+    else:
+        ac.condition(Opaque(), ac.RemoveGap())
+    ac.condition(Opaque(), ac.Spectral())
+
+
+@HEADS
+def test_models_without_attention_have_no_heads(method):
+    with pytest.raises(ac.UnsupportedAttentionError, match="no attention was found"):
+        ac.condition(nn.Linear(3, 3), method)
