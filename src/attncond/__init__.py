@@ -3,9 +3,11 @@
 from attncond._version import __version__
 from attncond.adapters import register
 from attncond.conditioning import Handle, condition, handle
+from attncond.diagnose import Report, diagnose
 from attncond.errors import (
     AlreadyConditionedError,
     ConditioningError,
+    DiagnosisError,
     NotFoldableError,
     UnsupportedAttentionError,
 )
@@ -18,18 +20,21 @@ __all__ = [
     "AlreadyConditionedError",
     "Certificate",
     "ConditioningError",
+    "DiagnosisError",
     "Handle",
     "NotFoldableError",
     "Plan",
     "Precondition",
     "Projection",
     "RemoveGap",
+    "Report",
     "Site",
     "Spectral",
     "Unsupported",
     "UnsupportedAttentionError",
     "__version__",
     "condition",
+    "diagnose",
     "fused",
     "handle",
     "inspect",

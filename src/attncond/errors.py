@@ -23,3 +23,7 @@ class AlreadyConditionedError(ConditioningError):
 
 class NotFoldableError(ConditioningError):
     """A method changes something that no weight of the stock model can express."""
+
+
+class DiagnosisError(ConditioningError):
+    """A diagnosis could not be made or read: the message says what to change."""

@@ -1,0 +1,348 @@
+"""Watch the attention of one forward pass: what enters each product, without changing any of it.
+
+The tensors are found as :mod:`attncond.interception` finds them. Every attention is handed over at
+once, while its tensors live anyway, and forgotten: nothing is kept for later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from attncond.errors import ConditioningError
+from attncond.heads import conditioned_heads
+from attncond.interception import Interception, Logits, Matrix, _operands, _tensors
+from attncond.sites import HIDDEN, Site
+
+__all__ = ["Captured", "ProjectionInput", "Scores", "watch"]
+
+_PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectionInput:
+    """What some weight of ``rows`` outputs was multiplied with, and the bias that was added."""
+
+    x: Tensor
+    bias: Tensor | None
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Logits of an attention, one item of the batch and some heads at a time."""
+
+    items: int
+    heads: int
+    queries: int
+    keys: int
+    read: Callable[[int, slice], tuple[Tensor, Tensor]]
+    """(item, heads) -> logits in float64, visible keys; both (heads, queries, keys)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """One attention as it happened.
+
+    ``query``, ``key``, ``value`` (items, heads, tokens, channels), ``mask``, ``causal`` and
+    ``scale`` are known for scaled_dot_product_attention alone. ``fixed``: the mask does not depend
+    on queries, keys or values.
+    """
+
+    site: Site
+    scores: Scores
+    tokens: Tensor | None  # (batch, tokens, channels), what the queries are projected from
+    inputs: Sequence[ProjectionInput]
+    gap: bool
+    preconditioned: bool
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    mask: Tensor | None = None
+    causal: bool = False
+    scale: float = 1.0
+    fixed: bool = True
+
+
+Sink = Callable[[Captured], None]
+
+
+@dataclass
+class _Session:
+    sink: Sink
+    stack: list[Observer] = field(default_factory=list)
+
+
+class Observer(Interception):
+    """Sees the attention of one forward of one module, and hands it to the session's sink."""
+
+    def __init__(self, sites: list[Site], session: _Session, args: Any, kwargs: Any) -> None:
+        first = sites[0]
+        super().__init__(None, None, first.hidden, first.softmax, len(sites), first.path)
+        self.sites = sites
+        self.session = session
+        self.arguments = _floating((*args, *kwargs.values()))
+        self.inputs: list[ProjectionInput] = []
+        self.pending: dict[int, tuple[Logits, int]] = {}
+        self.derived = WeakIdKeyDictionary()  # what queries, keys and values were made into
+        self.conditioned = conditioned_heads(first.module)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.session.stack[-1] is not self:  # an attention inside of this one's module
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        operands = _operands(args, kwargs)
+        projected = name in _PROJECTING and self._projection(name, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if projected or any(o in self.derived for o in operands):
+            for part in _tensors(result) or operands[:1]:
+                self.derived[part] = True
+        return result
+
+    def _projection(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note what a weight of the right width is multiplied with."""
+        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        x, weight, bias = (named.get(key) for key in ("input", "weight", "bias"))
+        if name == "addmm" and len(args) == 3:
+            bias, x, weight = args
+        elif "matmul" in name and len(args) == 2:
+            x, weight = args
+        if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or not weight.ndim >= 2:
+            return False
+        if x.ndim < 2 or (weight.ndim > 2) != name.startswith("conv"):
+            return False
+        widths = {p.in_features for site in self.sites for p in site.projections}
+        x = x.movedim(1, -1) if name.startswith("conv") else x
+        if x.shape[-1] not in widths:
+            return False
+        rows = weight.shape[0] if name in ("linear", "conv1d", "conv2d") else weight.shape[1]
+        for argument in self.arguments:  # Conv1D of transformers flattens the batch
+            if x.ndim == 2 and argument.ndim > 2 and argument.shape[-1] == x.shape[-1]:
+                x = x.view(argument.shape) if argument.numel() == x.numel() else x
+        self.inputs.append(ProjectionInput(x, bias if isinstance(bias, Tensor) else None, rows))
+        return True
+
+    def _fused(
+        self,
+        func: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        if query.is_nested or key.is_nested:
+            raise ConditioningError(
+                f"nested tensors in the attention of {self.path or 'the model'} cannot be "
+                "diagnosed; use padded tensors and a mask"
+            )
+        site, scale = self._next_site(), rest.get("scale")
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        heads, shared = site.heads, site.heads
+        if (p := site.projection("k")) is not None and key.shape[:-2] != query.shape[:-2]:
+            shared = p.heads
+        q = _split_heads(query.detach(), heads)
+        k, v = (_split_heads(t.detach(), shared) for t in (key, value))
+        count, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+        mask = attn_mask
+        if mask is not None:
+            whole = (*query.shape[:-1], keys)
+            mask = _split_heads(mask.detach().expand(whole), heads)
+
+        def read(item: int, chosen: slice) -> tuple[Tensor, Tensor]:
+            index = torch.arange(count, device=k.device)[chosen] * k.shape[1] // count
+            logits = _wide(q[item, chosen]) @ _wide(k[item, index]).mT * scale
+            visible = torch.ones_like(logits, dtype=torch.bool)
+            if is_causal:
+                visible = visible.tril()
+            if mask is not None:
+                part = mask[item, chosen].to(logits.device)
+                if part.dtype == torch.bool:
+                    visible = visible & part
+                else:
+                    visible, logits = visible & (part > self.hidden), logits + part.double()
+            return logits, visible
+
+        self._hand_over(
+            site,
+            Scores(q.shape[0], count, queries, keys, read),
+            query=q,
+            key=k,
+            value=v,
+            mask=mask,
+            causal=is_causal,
+            scale=scale,
+            fixed=attn_mask is None or attn_mask not in self.derived,
+        )
+        output: Tensor = func(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **rest
+        )
+        return output
+
+    def _softmax(
+        self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
+    ) -> Tensor:
+        self.softmaxes += 1
+        matrix = func(*args, **kwargs)
+        if self.softmax in (0, self.softmaxes):
+            dim = kwargs["dim"] if "dim" in kwargs else args[1]
+            self.pending[self.softmaxes] = (logits, dim)
+            self.matrices.append(Matrix(matrix, None, self.softmaxes))
+        return matrix
+
+    def _product(
+        self,
+        matrix: Matrix,
+        func: Callable[..., Tensor],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        if (found := self.pending.pop(matrix.root, None)) is not None:
+            self._written_out(*found)
+        return super()._product(matrix, func, name, args, kwargs)
+
+    def _written_out(self, logits: Logits, dim: int) -> None:
+        """softmax(logits) met the values."""
+        site = self._next_site()
+        tensor = _split_heads(logits.tensor.detach().movedim(dim, -1), site.heads)
+        visible = None
+        if logits.visible is not None and not logits.sinks:
+            visible = logits.visible.expand_as(logits.tensor).movedim(dim, -1)
+            visible = _split_heads(visible, site.heads)
+
+        def read(item: int, chosen: slice) -> tuple[Tensor, Tensor]:
+            part = _wide(tensor[item, chosen])
+            shown = part > HIDDEN
+            if visible is not None:
+                shown = shown & visible[item, chosen].to(shown.device)
+            return part, shown | part.isnan()
+
+        items, heads, queries, keys = tensor.shape
+        self._hand_over(site, Scores(items, heads, queries, keys, read))
+
+    def _next_site(self) -> Site:
+        """A module with several sites attends in their order."""
+        site = self.sites[self.acted % len(self.sites)]
+        self.acted += 1
+        return site
+
+    def _hand_over(self, site: Site, scores: Scores, **known: Any) -> None:
+        heads = self.conditioned
+        with torch.no_grad():
+            self.session.sink(
+                Captured(
+                    site,
+                    scores,
+                    self._tokens(site, scores.queries),
+                    self.inputs,
+                    gap=heads is not None and heads.gap is not None,
+                    preconditioned=heads is not None and heads.precondition is not None,
+                    **known,
+                )
+            )
+
+    def _tokens(self, site: Site, queries: int) -> Tensor | None:
+        """What the queries were projected from, as (batch, tokens, channels)."""
+        width = site.projections[0].in_features
+        read = [i.x for i in self.inputs if i.x.ndim > 2] + self.arguments
+        for x in (*read, *(i.x for i in self.inputs)):
+            if x.shape[-1] == width and x.ndim >= 2:
+                return as_tokens(x.detach(), site, queries)
+        return None
+
+
+def as_tokens(x: Tensor, site: Site, queries: int) -> Tensor:
+    """``x`` as (batch, tokens, channels), also if its first axis is the tokens."""
+    if x.ndim == 2:
+        return x[None]
+    x = x.flatten(1, -2)
+    first = isinstance(site.module, nn.MultiheadAttention)  # it works on (tokens, batch, channels)
+    if first or (x.shape[0] == queries != x.shape[1]):
+        return x.transpose(0, 1)
+    return x
+
+
+@contextmanager
+def watch(sites: Iterable[Site], sink: Sink) -> Iterator[Counter[int]]:
+    """Hand every attention of ``sites`` to ``sink`` while the block runs.
+
+    Yields how often each site's module ran, by its id. The modules' ``forward`` is exchanged on
+    the instances and put back at the end.
+    """
+    session, calls = _Session(sink), Counter[int]()
+    groups: dict[int, list[Site]] = defaultdict(list)
+    for site in sites:
+        groups[id(site.module)].append(site)
+    before = [(g[0].module, g[0].module.__dict__.get("forward")) for g in groups.values()]
+    try:
+        for group in groups.values():
+            _observe(group, session, calls)
+        yield calls
+    finally:
+        for module, forward in before:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _observe(sites: list[Site], session: _Session, calls: Counter[int]) -> None:
+    module = sites[0].module
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls[id(module)] += 1
+        observer = Observer(sites, session, args, kwargs)
+        session.stack.append(observer)
+        try:
+            with observer:
+                return original(*args, **kwargs)
+        finally:
+            session.stack.pop()
+
+    module.__dict__["forward"] = forward
+
+
+def _wide(t: Tensor) -> Tensor:
+    """In float64, which not every device has."""
+    return (t.cpu() if t.device.type == "mps" else t).detach().double()
+
+
+def _split_heads(t: Tensor, heads: int) -> Tensor:
+    """(..., rows, columns) as (items, heads, rows, columns); all one head where none are found."""
+    lead = t.shape[:-2]
+    if lead and lead[-1] != heads and lead[-1] % heads == 0 and len(lead) == 1:
+        return t.reshape(-1, heads, *t.shape[-2:])  # a batch of heads
+    if len(lead) == 1 and lead[0] == heads:
+        return t[None]
+    if len(lead) >= 2:
+        return t.flatten(0, -4) if t.ndim > 4 else t
+    return t.reshape(-1, 1, *t.shape[-2:])
+
+
+def _floating(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        found += [t for t in _tensors(value) if t.is_floating_point() and t.ndim >= 2]
+    return found

@@ -1,0 +1,254 @@
+"""The Jacobian of a captured head: whether the closed form covers it, its κ, and the bounds.
+
+The closed form is for softmax(c·(XW_Q)(XW_K)ᵀ + mask)·XW_V. That queries, keys and values are these
+products is not taken on trust: each is recomputed from a candidate X and the claimed weight, and
+compared with what reached the attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attncond.diagnose.capture import Captured, ProjectionInput, as_tokens
+from attncond.diagnose.measure import Values, singular_values, spread
+from attncond.errors import ConditioningError
+from attncond.jacobian import attention_jacobian
+from attncond.sites import Projection, Role
+
+__all__ = ["Job", "NotCoveredError", "certificate", "job_of", "paper_bound", "solve"]
+
+_ZERO = 1e-11  # below this fraction of σ_max a float64 SVD holds nothing but rounding
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+class NotCoveredError(Exception):
+    """Why the closed form does not cover an attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One head as `attention_jacobian` takes it; its tokens are sampled already."""
+
+    x: Tensor
+    x_kv: Tensor | None
+    weights: tuple[Tensor, Tensor, Tensor]  # all heads: (heads, head_dim, in)
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None]
+    scale: float
+    mask: Tensor | None  # (heads or 1, queries, keys)
+    head: int = 0
+
+    def of_head(self, head: int) -> Job:
+        """The same attention, another head."""
+        return replace(self, head=head)
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """W_Q, W_K, W_V and mask of the head."""
+        heads = len(self.weights[0])
+        q, k, v = (w[self.head * len(w) // heads] for w in self.weights)
+        mask = self.mask
+        if mask is not None:
+            mask = mask[self.head if len(mask) > 1 else 0]
+        return q, k, v, mask
+
+    def bias(self, index: int) -> Tensor | None:
+        """One of the biases of the head."""
+        bias, heads = self.biases[index], len(self.weights[0])
+        return None if bias is None else bias[self.head * len(bias) // heads]
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    x: Tensor  # (tokens, in) of one item, in its own dtype, which tells how exact it is
+    bias: Tensor | None  # (heads, head_dim)
+    factor: float
+    tensor: Tensor  # where x comes from
+
+
+def job_of(captured: Captured, weights: dict[Role, Tensor], tokens: int | None) -> Job:
+    """What the Jacobians of an attention's heads need, for the first item of the batch.
+
+    ``weights`` are effective ones, (heads, head_dim, in). Raises `NotCoveredError`.
+    """
+    site = captured.site
+    if captured.gap or captured.preconditioned:
+        raise NotCoveredError("its heads are conditioned (RemoveGap, Precondition)")
+    if captured.query is None or captured.key is None or captured.value is None:
+        raise NotCoveredError("attention is written out, not scaled_dot_product_attention")
+    if not captured.fixed:
+        raise NotCoveredError("its mask or position bias depends on queries or keys")
+    sources = []
+    for role, tensor in (("q", captured.query), ("k", captured.key), ("v", captured.value)):
+        p = next((p for p in site.projections if p.role == role), None)
+        if p is None:
+            raise NotCoveredError(f"it has no projection for {role.upper()}")
+        sources.append(_source(captured, p, weights[p.role], tensor[0]))
+    q, k, v = sources
+    if k.x is not v.x and k.tensor is not v.tensor:
+        raise NotCoveredError("keys and values are projected from different inputs")
+    if abs(v.factor - 1) > 1e-3:
+        raise NotCoveredError("its values are rescaled")
+    same = q.tensor is k.tensor
+    rows = spread(len(q.x), tokens)
+    columns = rows if same else spread(len(k.x), tokens)
+    mask = None
+    if captured.mask is not None:
+        mask = captured.mask[0][:, rows][:, :, columns]
+        mask = mask[:1] if captured.mask.stride(1) == 0 else mask
+        if mask.dtype != torch.bool:
+            mask = mask.double().masked_fill(mask <= site.hidden, -math.inf)
+    if captured.causal:
+        places = [torch.tensor(i, device=q.x.device) for i in (rows, columns)]
+        seen = (places[0][:, None] >= places[1])[None]
+        mask = seen if mask is None else _both(mask, seen)
+    return Job(
+        q.x[rows],
+        None if same else k.x[columns],
+        (weights["q"].double(), weights["k"].double(), weights["v"].double()),
+        (q.bias, k.bias, v.bias),
+        captured.scale * q.factor * k.factor,
+        mask,
+    )
+
+
+def _both(mask: Tensor, seen: Tensor) -> Tensor:
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+
+
+def _source(captured: Captured, p: Projection, weight: Tensor, got: Tensor) -> _Source:
+    """The input and bias with which a claimed weight makes ``got`` (heads, tokens, channels)."""
+    if weight.shape[0] != got.shape[0] or weight.shape[1] != got.shape[2]:
+        raise NotCoveredError(f"{p.role.upper()} reaches attention in another shape")
+    limit = _CLOSE.get(got.dtype, 0.05)
+    wide, w = got.double(), weight.double()
+    for given in captured.inputs:
+        if given.x.shape[-1] != p.in_features:
+            continue
+        x = as_tokens(given.x.detach(), captured.site, got.shape[1])[0]
+        if len(x) != got.shape[1]:
+            continue
+        plain = torch.einsum("ti,hci->htc", x.double(), w)
+        for bias in _biases(given, p):
+            want = plain if bias is None else plain + bias.double()[:, None]
+            factor = float((want * wide).sum() / want.square().sum())
+            if factor and float((wide / factor - want).norm()) <= limit * float(want.norm()):
+                return _Source(x, None if bias is None else bias.double(), factor, given.x)
+    raise NotCoveredError(
+        f"{p.role.upper()} is no plain projection of the input (rotary, normalised, pooled, ...)"
+    )
+
+
+def _biases(given: ProjectionInput, p: Projection) -> Iterator[Tensor | None]:
+    """The biases of the role's rows, if the weight was used whole or from some row on."""
+    if given.bias is None:
+        yield None
+        return
+    bias = given.bias.detach().flatten()
+    total = p.raw.shape[p.axis]
+    for first in dict.fromkeys((0, total - given.rows, int(p.rows.min()))):
+        rows = p.rows - first
+        if int(rows.min()) >= 0 and int(rows.max()) < len(bias):
+            yield bias[rows.to(bias.device)]
+
+
+def solve(job: Job) -> Values:
+    """κ of one head's Jacobian, the paper's bound and the certificate."""
+    w_q, w_k, w_v, mask = job.parts()
+    try:
+        found = attention_jacobian(
+            job.x,
+            w_q,
+            w_k,
+            w_v,
+            x_kv=job.x_kv,
+            scale=job.scale,
+            bias_q=job.bias(0),
+            bias_k=job.bias(1),
+            bias_v=job.bias(2),
+            mask=mask,
+        )
+    except ConditioningError as error:
+        return {"jacobian_status": f"not measured: {error}"}
+    values: Values = {
+        "jacobian_kappa": found.kappa,
+        "jacobian_sigma_max": found.sigma_max,
+        "jacobian_sigma_min": found.sigma_min,
+        "jacobian_rank": None if found.rank is None else float(found.rank),
+        "jacobian_tokens": float(len(job.x)),
+        "jacobian_status": found.path if found.resolved else "unresolved",
+    }
+    head = _Head.of(job)
+    values["jacobian_paper_bound"] = paper_bound(head)
+    values["jacobian_certificate"] = certificate(head)
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """One head with all that the bounds speak of, mask and biases included."""
+
+    x: Tensor
+    x_kv: Tensor
+    weights: tuple[Tensor, Tensor, Tensor]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    p: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, job: Job) -> _Head:
+        w_q, w_k, w_v, mask = job.parts()
+        x = job.x.double()
+        x_kv = x if job.x_kv is None else job.x_kv.double()
+        q, k, v = x @ w_q.mT, x_kv @ w_k.mT, x_kv @ w_v.mT
+        q = q if (b := job.bias(0)) is None else q + b
+        k = k if (b := job.bias(1)) is None else k + b
+        v = v if (b := job.bias(2)) is None else v + b
+        logits = job.scale * q @ k.mT
+        if mask is not None:
+            boolean = mask.dtype == torch.bool
+            logits = logits.masked_fill(~mask, -math.inf) if boolean else logits + mask
+        p = torch.softmax(logits, -1).nan_to_num(0.0)  # a query that sees nothing
+        return cls(x, x_kv, (w_q, w_k, w_v), q, k, v, p, job.scale)
+
+
+def paper_bound(head: _Head) -> float:
+    """`attncond.theory.paper_bound` without its N² x N² matrix, and with masks and biases.
+
+    The singular values of a block-diagonal matrix are those of its blocks.
+    """
+    softmax = torch.linalg.eigvalsh(
+        torch.diag_embed(head.p) - head.p[:, :, None] * head.p[:, None, :]
+    ).abs()
+    x = max(_pseudo(singular_values(t)) for t in (head.x, head.x_kv))
+    q, k, v = (_pseudo(singular_values(w)) for w in head.weights)
+    lam = _pseudo(softmax.flatten())
+    return x**3 * lam * v * (q + k) + x * _pseudo(torch.linalg.svdvals(head.p))
+
+
+def certificate(head: _Head) -> float:
+    """`attncond.theory.jacobian_certificate`, wide and cheap, with masks and biases."""
+    norm = torch.linalg.matrix_norm
+    sigma = torch.linalg.svdvals(head.p @ head.x_kv)
+    n = len(head.x)
+    if n > len(sigma) or float(sigma[n - 1]) <= _ZERO * float(sigma[0]):
+        return math.inf
+    t = head.p[:, :, None] * (head.v[None] - (head.p @ head.v)[:, None])
+    s = abs(head.scale) * torch.einsum("ije,jf->ief", t, head.k)
+    b = torch.einsum("ije,jc->iec", t, head.x_kv).flatten(0, 1)
+    norm_q = float(norm(head.x, 2)) * float(norm(s, 2).max())
+    norm_k = abs(head.scale) * float(head.q.norm(dim=1).max()) * float(norm(b, 2))
+    return math.hypot(norm_q, norm_k, float(sigma[0])) / float(sigma[n - 1])
+
+
+def _pseudo(sigma: Tensor) -> float:
+    """σ_max over the smallest that is not zero."""
+    top = float(sigma.max())
+    if not top > 0:
+        return math.nan
+    return top / float(sigma[sigma > _ZERO * top].min())

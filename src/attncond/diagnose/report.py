@@ -1,0 +1,254 @@
+"""The outcome of a diagnosis: rows of numbers, findings in words, JSON, and tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attncond.diagnose.columns import COLUMNS, IDENTITY, TEXT
+from attncond.diagnose.compare import Comparison, compare
+from attncond.diagnose.findings import Finding, find
+from attncond.errors import DiagnosisError
+from attncond.inspection import table
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["Report", "Row", "Spectrum"]
+
+SCHEMA = "attncond.report/1"
+Value = float | str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One head of one attention, or (``head`` None) the whole of it, in one run of it.
+
+    ``values`` has the columns of ``COLUMNS`` that were measured; the others were not.
+    """
+
+    layer: int
+    path: str
+    cls: str
+    kind: str
+    call: int
+    head: int | None
+    values: Mapping[str, Value]
+
+    @property
+    def key(self) -> tuple[int, str, int, int | None]:
+        """What names the same row in another report of the model; a path may have two sites."""
+        return self.layer, self.path, self.call, self.head
+
+    def number(self, name: str) -> float | None:
+        """A measured number, or None."""
+        value = self.values.get(name)
+        return None if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Singular values of one whole projection, descending; evenly spaced ones if there are many."""
+
+    layer: int
+    path: str
+    role: str
+    raw: bool
+    rank: tuple[int, ...]  # 1 is the largest
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`attncond.diagnose` found.
+
+    ``rows`` holds the numbers; ``frame`` is the same as a pandas table, whose columns
+    ``Report.columns`` explains. ``notes`` say what was left out and why; ``info`` is where it all
+    comes from.
+    """
+
+    rows: tuple[Row, ...]
+    spectra: tuple[Spectrum, ...] = ()
+    notes: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    columns = COLUMNS
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is worth a look, the most serious first."""
+        return find(self.rows)
+
+    @property
+    def frame(self) -> DataFrame:
+        """One row for each head of each attention, and one with ``head`` missing for all of it."""
+        pandas = _pandas()
+        rows = [{k: getattr(row, k) for k in IDENTITY} | dict(row.values) for row in self.rows]
+        frame: DataFrame = pandas.DataFrame(rows, columns=list(COLUMNS))
+        numbers = [c for c in COLUMNS if c not in TEXT and c not in IDENTITY]
+        types = {"head": "Int64"} | dict.fromkeys(numbers, "float64")
+        return frame.astype(types)
+
+    def compare(self, other: Report) -> Comparison:
+        """From this report (before) to another (after): differences, findings gone and new."""
+        return compare(self, other)
+
+    def summary(self) -> str:
+        """A table of the layers and the findings, drawn with rich where that is installed."""
+        head, body = self._layers()
+        findings = self.findings
+        words = [f"{f.severity:7} {f.code}: {f.message}" for f in findings]
+        words = words or ["nothing out of the ordinary"]
+        words += [f"note: {note}" for note in self.notes]
+        title = f"{self.info.get('model', 'model')}: {len({r.path for r in self.rows})} attentions"
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            return "\n".join([title, "", table(head, body), "", *words])
+        drawn = Table(*head, title=Text(title), title_justify="left")
+        for line in body:
+            drawn.add_row(*(Text(cell) for cell in line))
+        out = StringIO()
+        console = Console(file=out, width=_width(head, body), highlight=False)
+        console.print(drawn)
+        return out.getvalue() + "\n".join(words)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _layers(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        shown = {
+            "entropy": "entropy",
+            "saturation": "saturated",
+            "attention_sigma_2": "σ₂ of P",
+            "token_stable_rank": "tokens sr",
+            "token_residue": "residue",
+            "q_kappa": "κ(W_Q)",
+            "k_kappa": "κ(W_K)",
+            "v_kappa": "κ(W_V)",
+            "jacobian_kappa": "worst κ(J)",
+        }
+        body = []
+        for row in self.rows:
+            if row.head is None:
+                name = (row.path or "(the model)") + (f" #{row.call}" if row.call else "")
+                cells = (_short(row.number(c)) for c in shown)
+                body.append((str(row.layer), name, *cells))
+        return ("layer", "path", *shown.values()), body
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; NaN and infinities are strings."""
+        return {
+            "schema": SCHEMA,
+            "info": _plain(dict(self.info)),
+            "notes": list(self.notes),
+            "findings": [_plain(asdict(f)) for f in self.findings],
+            "rows": [_plain(asdict(row)) for row in self.rows],
+            "spectra": [_plain(asdict(s)) for s in self.spectra],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """Undo :meth:`to_dict`."""
+        schema = data.get("schema") if isinstance(data, Mapping) else None
+        if schema != SCHEMA:
+            raise DiagnosisError(
+                f"this is no report that this version of attncond reads: its schema is {schema!r}, "
+                f"wanted is {SCHEMA!r}"
+            )
+        try:
+            rows = tuple(
+                Row(**{**r, "values": {k: _value(k, v) for k, v in r["values"].items()}})
+                for r in data["rows"]
+            )
+            spectra = tuple(
+                Spectrum(
+                    **{
+                        **s,
+                        "rank": tuple(s["rank"]),
+                        "values": tuple(float(v) for v in s["values"]),
+                    }
+                )
+                for s in data["spectra"]
+            )
+            return cls(rows, spectra, tuple(data["notes"]), dict(data["info"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DiagnosisError(f"the report is damaged: {error!r}") from error
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report; a file that is there is exchanged in one piece, or stays."""
+        path = Path(path)
+        text = json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner alone
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        return path
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Report:
+        """Read what :meth:`to_json` wrote."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DiagnosisError(f"{os.fspath(path)} is not JSON: {error}") from error
+        return cls.from_dict(data)
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(
+            "report.frame needs pandas: pip install 'attncond[report]'. report.rows has the same "
+            "numbers without it."
+        ) from error
+    return pandas
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # "nan", "inf", "-inf"
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _value(name: str, value: Value) -> Value:
+    return value if value is None or name in TEXT else float(value)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _width(head: tuple[str, ...], body: list[tuple[str, ...]]) -> int:
+    """As wide as its longest cells: a summary is for files and notebooks, too."""
+    columns = zip(head, *body, strict=True)
+    return 4 + sum(max(len(cell) for cell in column) + 3 for column in columns)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,267 @@
+"""One diagnosis from beginning to end: what is measured when, and into which row it goes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attncond._version import __version__
+from attncond.diagnose import measure
+from attncond.diagnose.capture import Captured, watch
+from attncond.diagnose.jacobians import Job, NotCoveredError, job_of, solve
+from attncond.diagnose.measure import Values
+from attncond.diagnose.progress import Clock
+from attncond.diagnose.report import Report, Row, Spectrum
+from attncond.effective import effective, full, records
+from attncond.errors import DiagnosisError
+from attncond.inspection import Unsupported
+from attncond.sites import Projection, Role, Site, class_name
+
+__all__ = ["Diagnosis", "Options", "choose_sites"]
+
+_POINTS = 64  # singular values that are kept of one projection
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `diagnose` was asked for; None is everything."""
+
+    heads: frozenset[int] | None
+    samples: int | None
+    tokens: int | None
+    jacobian: bool
+    gradients: bool
+
+
+def choose_sites(
+    sites: Sequence[Site], layers: Iterable[int | str] | None
+) -> list[tuple[int, Site]]:
+    """The attentions that were asked for, numbered as in the plan."""
+    if layers is None:
+        return list(enumerate(sites))
+    if isinstance(layers, str | int):
+        layers = [layers]
+    chosen: set[int] = set()
+    for layer in layers:
+        if isinstance(layer, str):
+            found = {i for i, s in enumerate(sites) if fnmatch.fnmatchcase(s.path, layer)}
+        else:
+            found = {i for i in range(len(sites)) if i in (layer, layer + len(sites))}
+        if not found:
+            known = ", ".join(s.path or "''" for s in sites[:3])
+            raise DiagnosisError(
+                f"layers: {layer!r} is none of the model's {len(sites)} attentions ({known}, ...)"
+            )
+        chosen |= found
+    return [(i, sites[i]) for i in sorted(chosen)]
+
+
+class Diagnosis:
+    """Collects values by (layer, run, head); head None is the whole attention."""
+
+    def __init__(
+        self, model: nn.Module, sites: list[tuple[int, Site]], options: Options, clock: Clock
+    ) -> None:
+        self.model = model
+        self.sites = sites
+        self.options = options
+        self.clock = clock
+        self.layers = {id(site): layer for layer, site in sites}
+        self.weights: dict[tuple[int, int | None], Values] = {}
+        self.values: dict[tuple[int, int, int | None], Values] = {}
+        self.spectra: list[Spectrum] = []
+        self.calls: Counter[int] = Counter()
+        self.jobs: list[tuple[int, int, Job]] = []
+        self.notes: list[str] = []
+        self.skipped: Counter[str] = Counter()
+        self.ran = False
+
+    def heads(self, site: Site) -> list[int]:
+        """The query heads that were asked for."""
+        wanted = self.options.heads
+        return [h for h in range(site.heads) if wanted is None or h in wanted]
+
+    def measure_weights(self) -> None:
+        """Spectra of every projection, stored and effective, whole and by head."""
+        self.clock.begin("weights", len(self.sites))
+        for layer, site in self.sites:
+            for key in [None, *self.heads(site)]:
+                self.weights[layer, key] = {}
+            if self.clock.spent:
+                self.skipped["weights"] += 1
+                continue
+            with torch.no_grad():
+                for p in site.projections:
+                    self._measure_weight(layer, site, p)
+            self.clock.step()
+
+    def _measure_weight(self, layer: int, site: Site, p: Projection) -> None:
+        raw = p.matrix(full(p.raw.detach()))
+        versions = [("raw_", raw)]
+        if p.name in records(p.owner):
+            versions.append(("", _effective(p)))
+        for prefix, matrix in versions:
+            both = [prefix] if len(versions) > 1 else ["raw_", ""]
+            whole = measure.singular_values(matrix.flatten(0, 1))
+            parts = measure.singular_values(matrix) if p.heads > 1 else whole[None]
+            shape = (p.heads * p.head_dim, p.in_features)
+            found: dict[int | None, Values] = {None: measure.weight(whole, shape)}
+            for h in self.heads(site):
+                sigma = parts[h * p.heads // site.heads]
+                found[h] = measure.weight(sigma, (p.head_dim, p.in_features))
+            for name in both:
+                for key, values in found.items():
+                    self.weights[layer, key] |= {
+                        f"{name}{p.role}_{k}": v for k, v in values.items()
+                    }
+                points = measure.spread(len(whole), _POINTS)
+                kept = tuple(float(f"{v:.7g}") for v in whole[points].tolist())
+                ranks = tuple(i + 1 for i in points)
+                spectrum = Spectrum(layer, site.path, p.role, name == "raw_", ranks, kept)
+                self.spectra.append(spectrum)
+
+    def raw_weights(self) -> list[Tensor]:
+        """The stored parameters of all sites, each once."""
+        found = {id(p.raw): p.raw for _, site in self.sites for p in site.projections}
+        return [p for p in found.values() if p.is_floating_point()]
+
+    def measure_gradients(self, weights: list[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Norms of the loss's gradients by role, whole and by head."""
+        by_id = {id(w): g for w, g in zip(weights, grads, strict=True)}
+        for layer, site in self.sites:
+            for p in site.projections:
+                grad = by_id.get(id(p.raw))
+                zero = torch.zeros(p.heads, p.head_dim, 1)
+                matrix = zero if grad is None else p.matrix(full(grad.detach()))
+                norms = torch.linalg.vector_norm(matrix.cpu().double(), dim=(1, 2))
+                name = f"{p.role}_grad_norm"
+                self.weights[layer, None][name] = float(norms.square().sum().sqrt())
+                for h in self.heads(site):
+                    self.weights[layer, h][name] = float(norms[h * p.heads // site.heads])
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Measure every attention that happens in the block."""
+        self.ran = True
+        self.clock.begin("attention", len(self.sites))
+        with watch([site for _, site in self.sites], self._measure_attention):
+            yield
+
+    def _measure_attention(self, captured: Captured) -> None:
+        site = captured.site
+        layer = self.layers[id(site)]
+        call = self.calls[layer]
+        self.calls[layer] += 1
+        whole: Values = {}
+        self.values[layer, call, None] = whole
+        for h in self.heads(site):
+            self.values[layer, call, h] = {}
+        if self.clock.spent:
+            self.skipped["attention"] += 1
+            return
+        if captured.tokens is not None:
+            whole |= measure.tokens(captured.tokens, self.options.samples)
+        scores = captured.scores
+        told = scores.heads == site.heads
+        heads = self.heads(site) if told else list(range(scores.heads))
+        found = measure.attention(scores, heads, gap=captured.gap, samples=self.options.samples)
+        whole |= _over_heads(found)
+        if told:
+            for h, values in zip(heads, found, strict=True):
+                self.values[layer, call, h] |= values
+        if self.options.jacobian:
+            self._prepare_jacobian(captured, layer, call)
+        self.clock.step()
+
+    def _prepare_jacobian(self, captured: Captured, layer: int, call: int) -> None:
+        weights: dict[Role, Tensor] = {}
+        for p in captured.site.projections:
+            known = p.name in records(p.owner)
+            weights[p.role] = _effective(p) if known else p.matrix(full(p.raw.detach()))
+        status = "not measured: time budget"
+        try:
+            job = job_of(captured, weights, self.options.tokens)
+            for h in self.heads(captured.site):
+                self.jobs.append((layer, call, job.of_head(h)))
+        except NotCoveredError as error:
+            status = f"not covered: {error}"
+        for key in (None, *self.heads(captured.site)):
+            self.values[layer, call, key]["jacobian_status"] = status
+
+    def measure_jacobians(self) -> None:
+        """Those of all heads, one of each layer before a second of any."""
+        self.clock.begin("Jacobians", len(self.jobs))
+        for layer, call, job in sorted(self.jobs, key=lambda j: j[2].head):
+            if self.clock.spent:
+                self.skipped["Jacobians"] += 1
+                continue
+            values = solve(job)
+            self.values[layer, call, job.head] |= values
+            whole = self.values[layer, call, None]
+            whole["jacobian_status"] = values["jacobian_status"]
+            new, old = values.get("jacobian_kappa"), whole.get("jacobian_kappa")
+            if isinstance(new, float) and (not isinstance(old, float) or new > old):
+                whole |= {k: v for k, v in values.items() if v is not None}  # the worst head's
+            self.clock.step()
+        self.jobs.clear()
+
+    def report(self, unsupported: Sequence[Unsupported]) -> Report:
+        """All of it as rows, layer by layer."""
+        rows: list[Row] = []
+        for layer, site in self.sites:
+            for call in range(max(1, self.calls[layer])):
+                for h in (None, *self.heads(site)):
+                    values: Values = {"heads": float(site.heads)}
+                    values |= self.weights[layer, h]
+                    values |= self.values.get((layer, call, h), {})
+                    if self.ran and not self.calls[layer]:
+                        values["jacobian_status"] = "not reached"
+                    rows.append(Row(layer, site.path, site.cls, site.kind, call, h, values))
+        notes = [*self.notes]
+        for what, count in self.skipped.items():
+            notes.append(f"time budget of {self.clock.budget} s: {count} {what} not measured")
+        notes += [
+            f"not supported: {u.path or 'the model'} ({u.cls}): {u.reason}" for u in unsupported
+        ]
+        return Report(tuple(rows), tuple(self.spectra), tuple(notes), self._info())
+
+    def _info(self) -> dict[str, Any]:
+        parameter = next(self.model.parameters())
+        return {
+            "model": class_name(self.model),
+            "attncond": __version__,
+            "torch": torch.__version__,
+            "device": str(parameter.device),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "samples": self.options.samples,
+            "tokens": self.options.tokens,
+            "seconds": round(self.clock.seconds, 3),
+        }
+
+
+def _effective(p: Projection) -> Tensor:
+    return p.matrix(effective(p.owner, p.name, full(p.raw.detach())))
+
+
+def _over_heads(found: Sequence[Values]) -> Values:
+    """Means, and extremes of what is an extreme already."""
+    result: Values = {}
+    for name in dict.fromkeys(k for values in found for k in values):
+        numbers = [v for values in found if isinstance(v := values.get(name), float)]
+        if not numbers:
+            continue
+        stack = torch.tensor(numbers, dtype=torch.float64)
+        if name == "entropy_min":
+            result[name] = float(stack.min())
+        elif name == "logit_max":
+            result[name] = float(stack.max())
+        else:
+            result[name] = float(stack.mean())
+    return result
