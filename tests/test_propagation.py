@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attncond import propagation, propagation_study
+from attncond import propagation, propagation_study, propagation_view
 from attncond.propagation import Stack, forward, generator_of
 from attncond.propagation_training import outcome, train
 
 F64 = torch.float64
 PROPERTY = settings(max_examples=40, deadline=None, derandomize=True)
 STACKS = propagation_study.STACKS
+RESULTS = Path(__file__).parents[1] / "results" / "propagation"
 
 stacks = st.sampled_from(STACKS)
 
@@ -332,6 +334,28 @@ def test_the_command_writes_records_and_figures(tmp_path, capsys) -> None:
     for name in names:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_committed_constants_hold() -> None:
+    record = json.loads((RESULTS / "measured.json").read_text(encoding="utf-8"))
+    assert all(row["holds"] for row in record["checks"])
+    for row in record["checks"]:
+        low, high = row["range"]
+        assert low <= row["found"] <= high
+
+
+def test_the_committed_table_is_what_the_runs_say() -> None:
+    record = json.loads((RESULTS / "training.json").read_text(encoding="utf-8"))
+    rows = [
+        {**row, "last_loss": [math.nan if v is None else v for v in row["last_loss"]]}
+        for row in record["rows"]
+    ]
+    found = propagation_study.summary(rows, record["setting"]["constant_loss"])
+    for again, committed in zip(found, record["summary"], strict=True):
+        for key in ("stack", "depth", "learned", "stuck", "diverged", "best_rate"):
+            assert again[key] == committed[key]
+    page = (RESULTS / "README.md").read_text(encoding="utf-8")
+    assert propagation_view.training_table(record) in page
 
 
 def test_diverged_runs_are_null_in_json_and_counted() -> None:
