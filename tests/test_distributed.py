@@ -28,6 +28,7 @@ METHODS = {
     "head": ac.Spectral(kappa=1.5, scope="head"),
 }
 MODELS = ("timm-vit", "timm-beit", "torch-encoder", "hf-gpt2")
+HEADS = (ac.Precondition(), ac.Spectral(), ac.RemoveGap())  # all at once
 
 
 def run(rank, folder):
@@ -49,6 +50,9 @@ def jobs():
             for first in (False, True):
                 found[f"ddp-{name}-{method}-{first}"] = (ddp, name, method, first)
                 found[f"fsdp-{name}-{method}-{first}"] = (fsdp, name, method, first)
+        for kind in ("ddp", "fsdp"):
+            for first in (False, True):
+                found[f"heads-{kind}-{name}-{first}"] = (heads, name, kind, first)
     return found
 
 
@@ -160,6 +164,38 @@ def test_two_processes_train_like_one(outcome, name, method, kind, first):
         assert list(other_state) == list(state)
         for k, v in state.items():
             torch.testing.assert_close(other_state[k], v, rtol=1e-8, atol=1e-9)
+
+
+def heads(name, kind, wrap_first):
+    """Train with every method on: alone, or as one of the processes of DDP or FSDP2."""
+    case = CASE[name]
+    model = case.make()
+    wrap = {"alone": lambda m: m, "ddp": DistributedDataParallel, "fsdp": shard}[kind]
+    wrapped = wrap(model) if wrap_first else model
+    handles = [ac.condition(wrapped, method) for method in HEADS]
+    wrapped = wrapped if wrap_first else wrap(model)
+    losses = train(wrapped, sgd(wrapped), case, None if kind == "alone" else dist.get_rank())
+    state = {
+        k: (v.full_tensor() if isinstance(v, DTensor) else v) for k, v in model.state_dict().items()
+    }
+    for handle in handles:
+        handle.remove()
+    return losses, state, [key for key in model.state_dict() if "attncond" in key]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["condition-first", "wrap-first"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_processes_train_conditioned_heads_like_one(outcome, name, kind, first):
+    losses, state, _ = heads(name, "alone", False)
+    assert losses[0] != losses[-1]
+    for other_losses, other_state, left in outcome(f"heads-{kind}-{name}-{first}"):
+        torch.testing.assert_close(other_losses, losses, rtol=1e-9, atol=1e-9)
+        assert set(other_state) == set(state)
+        assert any(key.endswith("attncond_remove_gap") for key in state)
+        for k, v in state.items():
+            torch.testing.assert_close(other_state[k], v, rtol=1e-8, atol=1e-9)
+        assert not left
 
 
 def mixed():
