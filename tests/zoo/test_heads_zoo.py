@@ -101,6 +101,9 @@ SCATTERED = {
 # The cases of such classes that are possible.
 POSSIBLE = ("nystromformer-exact",)
 
+# Stock models of transformers before 5.22 that differ with sdpa and eager attention.
+APART = ("doge", "gemma2", "moshi", "t5gemma", "vaultgemma")
+
 # What stands beside the heads' outputs or attention matrices, of which no method knows: taken out.
 BESIDE = {
     "timm.models.cait.TalkingHeadAttn": ("proj_w.bias",),  # added to the matrix after the softmax
@@ -215,7 +218,7 @@ def identify_norms(model: nn.Module) -> None:
     """Fresh batch norms multiply by 1/√(1 + eps): make that one."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eps = 0.0
+            module.eps = 1e-30
 
 
 def check_properties(case: str, model: nn.Module, run: Callable[[], Any], tolerance: float) -> None:
@@ -291,24 +294,36 @@ def fingerprint(model: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 def check_both_ways(
-    model: nn.Module, run: Callable[[], Any], switch: Callable[[bool], bool], tolerance: float
+    case: str,
+    model: nn.Module,
+    run: Callable[[], Any],
+    switch: Callable[[bool], bool],
+    tolerance: float,
 ) -> None:
     """``switch`` turns fused kernels off, if there are any; written out, attention is the same."""
-    outputs = []
-    for way in ("fused", "written out"):
-        if way == "written out" and not switch(False):
-            return
+    fused = outputs(model, run)
+    if not switch(False):
+        return
+    written_out = outputs(model, run)
+    if furthest(written_out.pop("stock"), fused.pop("stock")) > tolerance:
+        assert case in APART
+        return
+    for method in fused:
+        assert furthest(written_out[method], fused[method]) <= tolerance, method
+
+
+def outputs(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[Tensor]]:
+    """What a model gives as it is, and with each method."""
+    with torch.no_grad():
+        found = {"stock": output_of(run)}
         for method in (ac.RemoveGap(), ac.Precondition()):
             try:
                 handle = ac.condition(model, method, skip_unsupported=True)
             except ac.UnsupportedAttentionError:
                 continue
-            with torch.no_grad():
-                outputs.append(output_of(run))
+            found[type(method).__name__] = output_of(run)
             handle.remove()
-    half = len(outputs) // 2
-    for fused, written_out in zip(outputs[:half], outputs[half:], strict=True):
-        assert furthest(written_out, fused) <= tolerance
+    return found
 
 
 def whole_check(
@@ -328,7 +343,7 @@ def whole_check(
     check_removal(model, run, handles, before)
     check_properties(case, model, run, tolerance)
     if not silent:
-        check_both_ways(model, run, switch, max(tolerance, 1e-7))
+        check_both_ways(case, model, run, switch, max(tolerance, 1e-7))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.sites])
