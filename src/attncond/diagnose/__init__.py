@@ -113,6 +113,8 @@ def _forward(model: nn.Module, batch: Batch, loss: Loss | None, diagnosis: Diagn
             except (torch.OutOfMemoryError, ConditioningError):
                 raise
             except Exception as error:
+                if diagnosis.measuring:
+                    raise
                 raise DiagnosisError(_advice(model, batch, error)) from error
         if loss is not None:
             value = _loss(output, loss)

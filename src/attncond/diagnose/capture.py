@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.nn import functional as F
 
+from attncond.diagnose.dependence import Dependence
 from attncond.errors import ConditioningError
 from attncond.heads import conditioned_heads
-from attncond.interception import Interception, Logits, Matrix, _operands, _tensors
+from attncond.interception import Interception, Logits, Matrix, _tensors
 from attncond.sites import HIDDEN, Site
 
 __all__ = ["Captured", "ProjectionInput", "Scores", "watch"]
@@ -52,9 +53,10 @@ class Scores:
 class Captured:
     """One attention as it happened.
 
-    ``query``, ``key``, ``value`` (items, heads, tokens, channels), ``mask``, ``causal`` and
-    ``scale`` are known for scaled_dot_product_attention alone. ``fixed``: the mask does not depend
-    on queries, keys or values.
+    ``query``, ``key``, ``value`` (items, heads, tokens, channels), ``mask`` and ``causal`` are
+    those of scaled_dot_product_attention; ``fixed``: the mask does not depend on queries, keys or
+    values. Where attention is written out, ``product`` is q·kᵀ and ``matrix`` what meets the values
+    (both like the scores), if the logits are ``scale`` times the one plus something fixed.
     """
 
     site: Site
@@ -70,6 +72,8 @@ class Captured:
     causal: bool = False
     scale: float = 1.0
     fixed: bool = True
+    product: Tensor | None = None
+    matrix: Tensor | None = None
 
 
 Sink = Callable[[Captured], None]
@@ -92,7 +96,7 @@ class Observer(Interception):
         self.arguments = _floating((*args, *kwargs.values()))
         self.inputs: list[ProjectionInput] = []
         self.pending: dict[int, tuple[Logits, int]] = {}
-        self.derived = WeakIdKeyDictionary()  # what queries, keys and values were made into
+        self.dependence = Dependence()
         self.conditioned = conditioned_heads(first.module)
 
     def __torch_function__(
@@ -106,12 +110,10 @@ class Observer(Interception):
         if self.session.stack[-1] is not self:  # an attention inside of this one's module
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        operands = _operands(args, kwargs)
         projected = name in _PROJECTING and self._projection(name, args, kwargs)
         result = super().__torch_function__(func, types, args, kwargs)
-        if projected or any(o in self.derived for o in operands):
-            for part in _tensors(result) or operands[:1]:
-                self.derived[part] = True
+        if func is not F.multi_head_attention_forward:  # whose parts were seen one by one
+            self.dependence.note(name, args, kwargs, result, projected)
         return result
 
     def _projection(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -189,7 +191,7 @@ class Observer(Interception):
             mask=mask,
             causal=is_causal,
             scale=scale,
-            fixed=attn_mask is None or attn_mask not in self.derived,
+            fixed=self.dependence.fixed(attn_mask),
         )
         output: Tensor = func(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **rest
@@ -216,12 +218,14 @@ class Observer(Interception):
         kwargs: dict[str, Any],
     ) -> Tensor:
         if (found := self.pending.pop(matrix.root, None)) is not None:
-            self._written_out(*found)
+            first = len(args) == 2 and args[0] is matrix.tensor
+            self._written_out(*found, matrix.tensor, args[1] if first else None)
         return super()._product(matrix, func, name, args, kwargs)
 
-    def _written_out(self, logits: Logits, dim: int) -> None:
-        """softmax(logits) met the values."""
+    def _written_out(self, logits: Logits, dim: int, matrix: Tensor, value: Tensor | None) -> None:
+        """softmax(logits) met the values, as ``matrix`` and, if that came first, ``value``."""
         site = self._next_site()
+        self.acted -= 1  # super()._product counts it
         tensor = _split_heads(logits.tensor.detach().movedim(dim, -1), site.heads)
         visible = None
         if logits.visible is not None and not logits.sinks:
@@ -236,7 +240,21 @@ class Observer(Interception):
             return part, shown | part.isnan()
 
         items, heads, queries, keys = tensor.shape
-        self._hand_over(site, Scores(items, heads, queries, keys, read))
+        known = self.dependence.multiple(logits.tensor)
+        plain = dim in (-1, logits.tensor.ndim - 1) and not logits.sinks
+        if known is None or value is None or not plain:
+            self._hand_over(site, Scores(items, heads, queries, keys, read))
+            return
+        shape = (items, heads, queries, keys)
+        product = known.product().detach()
+        self._hand_over(
+            site,
+            Scores(items, heads, queries, keys, read),
+            value=_split_heads(value.detach(), site.heads),
+            product=product.reshape(shape) if product.numel() == tensor.numel() else None,
+            matrix=matrix.detach().reshape(shape) if matrix.numel() == tensor.numel() else None,
+            scale=known.factor,
+        )
 
     def _next_site(self) -> Site:
         """A module with several sites attends in their order."""

@@ -78,7 +78,7 @@ def job_of(captured: Captured, weights: dict[Role, Tensor], tokens: int | None) 
     if captured.gap or captured.preconditioned:
         raise NotCoveredError("its heads are conditioned (RemoveGap, Precondition)")
     if captured.query is None or captured.key is None or captured.value is None:
-        raise NotCoveredError("attention is written out, not scaled_dot_product_attention")
+        return _written_out(captured, weights, tokens)
     if not captured.fixed:
         raise NotCoveredError("its mask or position bias depends on queries or keys")
     sources = []
@@ -115,6 +115,70 @@ def job_of(captured: Captured, weights: dict[Role, Tensor], tokens: int | None) 
     )
 
 
+def _written_out(captured: Captured, weights: dict[Role, Tensor], tokens: int | None) -> Job:
+    """The same where the module computes softmax(logits) itself: the logits are compared."""
+    product, value, site = captured.product, captured.value, captured.site
+    if product is None or captured.matrix is None or value is None:
+        raise NotCoveredError("its logits are no multiple of a product plus something fixed")
+    roles = {p.role: p for p in site.projections}
+    if set(roles) != {"q", "k", "v"} or captured.scores.heads != site.heads:
+        raise NotCoveredError("its queries, keys and values are not found head by head")
+    logits, visible = captured.scores.read(0, slice(None))
+    p = torch.softmax(logits.masked_fill(~visible, -math.inf), -1).nan_to_num(0.0)
+    limit = _CLOSE.get(product.dtype, 0.05)
+    if float((captured.matrix[0].double() - p).norm()) > limit * float(p.norm()):
+        raise NotCoveredError("its attention matrix is changed after the softmax")
+    w_v = weights["v"]
+    if value.shape[1] == site.heads and len(w_v) < site.heads:  # repeated for its group
+        value = value[:, :: site.heads // len(w_v)]
+    v = _source(captured, roles["v"], w_v, value[0])
+    if abs(v.factor - 1) > 1e-3:
+        raise NotCoveredError("its values are rescaled")
+    q, k, fit = _logit_sources(captured, roles["q"], roles["k"], weights, product[0])
+    if k.tensor is not v.tensor:
+        raise NotCoveredError("keys and values are projected from different inputs")
+    scale = captured.scale * fit
+    same = q.tensor is k.tensor
+    rows = spread(len(q.x), tokens)
+    columns = rows if same else spread(len(k.x), tokens)
+    shift = logits - captured.scale * product[0].double()
+    mask: Tensor | None = shift.masked_fill(~visible, -math.inf)
+    size = float(logits.masked_fill(~visible, 0.0).abs().max())
+    if float(shift.masked_fill(~visible, 0.0).abs().max()) <= limit * max(size, 1e-30):
+        mask = None if bool(visible.all()) else visible
+    return Job(
+        q.x[rows],
+        None if same else k.x[columns],
+        (weights["q"].double(), weights["k"].double(), w_v.double()),
+        (q.bias, k.bias, v.bias),
+        scale,
+        None if mask is None else mask[:, rows][:, :, columns],
+    )
+
+
+def _logit_sources(
+    captured: Captured,
+    p_q: Projection,
+    p_k: Projection,
+    weights: dict[Role, Tensor],
+    product: Tensor,
+) -> tuple[_Source, _Source, float]:
+    """The inputs with which the claimed weights make the product, and its factor."""
+    limit, got = _CLOSE.get(product.dtype, 0.05), product.double()
+    groups = len(weights["q"]) // len(weights["k"])
+    for q in _candidates(captured, p_q, weights["q"], got.shape[1]):
+        for k in _candidates(captured, p_k, weights["k"], got.shape[2]):
+            if q[1].shape[2] != k[1].shape[2]:
+                continue
+            want = q[1] @ k[1].repeat_interleave(groups, 0).mT
+            factor = float((want * got).sum() / want.square().sum())
+            if factor and float((got / factor - want).norm()) <= limit * float(want.norm()):
+                return q[0], k[0], factor
+    raise NotCoveredError(
+        "Q or K is no plain projection of the input (rotary, normalised, pooled, ...)"
+    )
+
+
 def _both(mask: Tensor, seen: Tensor) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
 
@@ -123,23 +187,30 @@ def _source(captured: Captured, p: Projection, weight: Tensor, got: Tensor) -> _
     """The input and bias with which a claimed weight makes ``got`` (heads, tokens, channels)."""
     if weight.shape[0] != got.shape[0] or weight.shape[1] != got.shape[2]:
         raise NotCoveredError(f"{p.role.upper()} reaches attention in another shape")
-    limit = _CLOSE.get(got.dtype, 0.05)
-    wide, w = got.double(), weight.double()
-    for given in captured.inputs:
-        if given.x.shape[-1] != p.in_features:
-            continue
-        x = as_tokens(given.x.detach(), captured.site, got.shape[1])[0]
-        if len(x) != got.shape[1]:
-            continue
-        plain = torch.einsum("ti,hci->htc", x.double(), w)
-        for bias in _biases(given, p):
-            want = plain if bias is None else plain + bias.double()[:, None]
-            factor = float((want * wide).sum() / want.square().sum())
-            if factor and float((wide / factor - want).norm()) <= limit * float(want.norm()):
-                return _Source(x, None if bias is None else bias.double(), factor, given.x)
+    limit, wide = _CLOSE.get(got.dtype, 0.05), got.double()
+    for source, want in _candidates(captured, p, weight, got.shape[1]):
+        factor = float((want * wide).sum() / want.square().sum())
+        if factor and float((wide / factor - want).norm()) <= limit * float(want.norm()):
+            return replace(source, factor=factor)
     raise NotCoveredError(
         f"{p.role.upper()} is no plain projection of the input (rotary, normalised, pooled, ...)"
     )
+
+
+def _candidates(
+    captured: Captured, p: Projection, weight: Tensor, count: int
+) -> Iterator[tuple[_Source, Tensor]]:
+    """What may have been projected, and what the weight makes of it, (heads, tokens, channels)."""
+    for given in captured.inputs:
+        if given.x.shape[-1] != p.in_features:
+            continue
+        x = as_tokens(given.x.detach(), captured.site, count)[0]
+        if len(x) != count:
+            continue
+        plain = torch.einsum("ti,hci->htc", x.double(), weight.double())
+        for bias in _biases(given, p):
+            wide = None if bias is None else bias.double()
+            yield _Source(x, wide, 1.0, given.x), plain if wide is None else plain + wide[:, None]
 
 
 def _biases(given: ProjectionInput, p: Projection) -> Iterator[Tensor | None]:

@@ -82,6 +82,7 @@ class Diagnosis:
         self.notes: list[str] = []
         self.skipped: Counter[str] = Counter()
         self.ran = False
+        self.measuring = False  # stays True where a measurement, not the model, raises
 
     def heads(self, site: Site) -> list[int]:
         """The query heads that were asked for."""
@@ -155,6 +156,7 @@ class Diagnosis:
             yield
 
     def _measure_attention(self, captured: Captured) -> None:
+        self.measuring = True
         site = captured.site
         layer = self.layers[id(site)]
         call = self.calls[layer]
@@ -165,7 +167,12 @@ class Diagnosis:
             self.values[layer, call, h] = {}
         if self.clock.spent:
             self.skipped["attention"] += 1
-            return
+        else:
+            self._measure_captured(captured, layer, call, whole)
+        self.measuring = False
+
+    def _measure_captured(self, captured: Captured, layer: int, call: int, whole: Values) -> None:
+        site = captured.site
         if captured.tokens is not None:
             whole |= measure.tokens(captured.tokens, self.options.samples)
         scores = captured.scores

@@ -1,0 +1,159 @@
+"""κ of captured heads against jacrev of the module's own forward, and the bounds against theory."""
+
+import math
+
+import pytest
+import torch
+from cases import CASE
+from test_capture import Plain, masks
+from torch import nn
+
+import attncond as ac
+from attncond import theory
+from attncond.diagnose import jacobians
+
+
+def head_kappa(model, head, x, rank, **given):
+    """Differentiate the module itself in the rows of one head, with everything else fixed."""
+    rows = slice(head * model.dim, (head + 1) * model.dim)
+    group = head * model.kv_heads // model.heads
+    shared = slice(group * model.dim, (group + 1) * model.dim)
+    state = {k: v.detach() for k, v in model.state_dict().items()}
+
+    def output(q, k, v):
+        changed = dict(state)
+        for name, part, at in (("q", q, rows), ("k", k, shared), ("v", v, shared)):
+            weight = state[f"{name}.weight"].clone()
+            weight[at] = part
+            changed[f"{name}.weight"] = weight
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch.func.functional_call(model, changed, (x,), given)[0, head]
+
+    weights = (
+        state["q.weight"][rows],
+        state["k.weight"][shared],
+        state["v.weight"][shared],
+    )
+    parts = [
+        torch.autograd.functional.jacobian(
+            lambda w, i=i: output(*weights[:i], w, *weights[i + 1 :]), weights[i]
+        )
+        for i in range(3)
+    ]
+    flat = torch.cat([p.flatten(0, 1).flatten(1) for p in parts], 1)
+    sigma = torch.linalg.svdvals(flat)
+    return float(sigma[0] / sigma[rank - 1])
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "padding", "bias"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("how", ["sdpa", "matmul"])
+def test_kappa_is_that_of_the_module(mask, kv_heads, how):
+    model, given = Plain(how, kv_heads=kv_heads).double().eval(), masks()[mask]
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    report = ac.diagnose(model, {"x": x, **given})
+    for row in report.rows:
+        if row.head is None:
+            continue
+        assert row.values["jacobian_status"] == "closed form", row.values["jacobian_status"]
+        one = {k: v[:1] if torch.is_tensor(v) and v.ndim == 4 else v for k, v in given.items()}
+        want = head_kappa(model, row.head, x[:1], int(row.values["jacobian_rank"]), **one)
+        assert row.values["jacobian_kappa"] == pytest.approx(want, rel=1e-5)
+        assert row.values["jacobian_certificate"] >= want * (1 - 1e-9)
+    worst = max(r.values["jacobian_kappa"] for r in report.rows if r.head is not None)
+    assert report.rows[0].values["jacobian_kappa"] == worst
+
+
+def test_bounds_are_those_of_theory():
+    x = torch.randn(4, 6, dtype=torch.float64)
+    w = torch.randn(3, 3, 6, dtype=torch.float64) / 2
+    job = jacobians.Job(x, None, tuple(w[:, None]), (None, None, None), 3**-0.5, None)
+    head = theory.Head(x, *(m.mT for m in w))
+    found = jacobians.solve(job)
+    assert found["jacobian_paper_bound"] == pytest.approx(theory.paper_bound(head), rel=1e-9)
+    want = theory.jacobian_certificate(head, cheap=True).bound
+    assert found["jacobian_certificate"] == pytest.approx(want, rel=1e-9)
+    assert found["jacobian_kappa"] == pytest.approx(theory.jacobian_condition(head), rel=1e-9)
+
+
+def test_certificate_is_infinite_where_nothing_holds():
+    x = torch.randn(8, 3, dtype=torch.float64)  # more tokens than channels
+    w = torch.randn(3, 1, 2, 3, dtype=torch.float64)
+    job = jacobians.Job(x, None, tuple(w), (None, None, None), 1.0, None)
+    assert jacobians.solve(job)["jacobian_certificate"] == math.inf
+
+
+def test_tokens_are_sampled():
+    model = Plain("sdpa").double()
+    x = torch.randn(1, 20, 12, dtype=torch.float64)
+    few = ac.diagnose(model, x, tokens=5).rows[1].values
+    assert few["jacobian_tokens"] == 5
+    picked = [0, 5, 10, 14, 19]
+    want = ac.diagnose(model, x[:, picked]).rows[1].values["jacobian_kappa"]
+    assert few["jacobian_kappa"] == pytest.approx(want, rel=1e-6)
+
+
+def test_conditioned_weights_are_the_ones_differentiated():
+    model = Plain("sdpa").double()
+    x = torch.randn(1, 6, 12, dtype=torch.float64)
+    handle = ac.condition(model, ac.Spectral())
+    conditioned = ac.diagnose(model, x).rows[1].values["jacobian_kappa"]
+    handle.fold()
+    folded = ac.diagnose(model, x).rows[1].values["jacobian_kappa"]
+    assert conditioned == pytest.approx(folded, rel=1e-6)
+
+
+class Depends(Plain):
+    """Its mask is made of its queries."""
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mask = (q @ q.mT).tanh()
+        if self.how == "sdpa":
+            return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+
+class Normed(Plain):
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q = nn.functional.normalize(q, dim=-1)
+        if self.how == "sdpa":
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class Capped(Plain):
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return (q @ k.mT).tanh().softmax(-1) @ v
+
+
+for _cls in (Depends, Normed, Capped):
+    ac.register(_cls)(lambda m: ac.separate(m.q, m.k, m.v, heads=2))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Depends("sdpa"), Normed("sdpa"), Depends("matmul"), Normed("matmul"), Capped("")],
+    ids=lambda m: f"{type(m).__name__}-{m.how}",
+)
+def test_what_the_closed_form_does_not_cover_is_not_guessed(model):
+    values = ac.diagnose(model, torch.randn(2, 6, 12)).rows[1].values
+    assert values["jacobian_status"].startswith("not covered: ")
+    assert "jacobian_kappa" not in values
+    assert values["entropy"] > 0
+
+
+@pytest.mark.parametrize("method", [ac.RemoveGap(), ac.Precondition()])
+def test_conditioned_heads_are_not_covered(method):
+    model = Plain("sdpa")
+    ac.condition(model, method)
+    values = ac.diagnose(model, torch.randn(2, 6, 12)).rows[1].values
+    assert "conditioned" in values["jacobian_status"]
+
+
+def test_rotary_is_not_covered():
+    case = CASE["hf-llama"]
+    values = ac.diagnose(case.make(), case.run).rows[1].values
+    assert "rotary" in values["jacobian_status"]
