@@ -1,6 +1,6 @@
-"""Write the tables of README.md from the committed JSON, so that no figure is typed by hand.
+"""Write the tables of README.md and docs from committed JSON, so that no figure is typed by hand.
 
-python benchmarks/tables.py            # rewrites the marked sections of README.md
+python benchmarks/tables.py            # rewrites the marked sections of the pages
 """
 
 from __future__ import annotations
@@ -33,52 +33,99 @@ def demo() -> str:
     record = _read("demo/results.json")
     body = [
         [
-            f"`{row['variant']}`" if "Spectral" in row["variant"] else row["variant"],
+            f"`{row['variant']}`" if "(" in row["variant"] else row["variant"],
             f"{row['accuracy_mean']:.2f} ± {row['accuracy_std']:.2f}",
-            f"{_kappa(row['kappa_start_median'])} / {_kappa(row['kappa_start_worst'])}",
+            f"{_kappa(row['kappa_start_median'])} / {_kappa(row['kappa_start_worst'])}"
+            if row["own_start"]
+            else "as stock",
             f"{_kappa(row['kappa_trained_median'])} / {_kappa(row['kappa_trained_worst'])}",
-            f"{row['seconds_mean']:.1f}",
         ]
         for row in record["summary"]
     ]
-    head = ["", "test accuracy %", "κ at start", "κ at end", "seconds a run"]
+    head = ["", "test accuracy %", "κ at start", "κ at end"]
     return (
         f"`{record['command']}` ({record['data']}; a ViT of width {record['model']['embed_dim']} "
         f"and depth {record['model']['depth']}; {len(record['seeds'])} seeds; κ of the whole "
-        "projections, median / worst):\n\n" + _markdown(head, body)
+        "projections, median / worst, which the last two methods leave to the training):\n\n"
+        + _markdown(head, body)
     )
 
 
-_STEPS = {
-    "stock_again": "stock, a second time (the noise)",
-    "identity": "`Spectral()`",
-    "folded": "`Spectral()`, folded",
-    "polar": "`Spectral.paper_svd()`, refreshed every step",
-    "polar_every_10": "the same, `refresh_every=10`",
-    "polar_scratch": "the same, factor from scratch every step",
-    "polar_svd": "the same, by `torch.linalg.svd` every step",
-}
+# Record, row, label. The record of ViT-B has a row for RemoveGap too, of a kernel that is gone.
+_STEPS = [
+    ("step_time", "stock_again", "stock, a second time (the noise)"),
+    ("step_time", "identity", "`Spectral()`"),
+    ("step_time", "folded", "`Spectral()`, folded"),
+    ("step_time", "polar", "`Spectral.paper_svd()`, refreshed every step"),
+    ("head_time", "polar_every_10", "the same, `refresh_every=10`"),
+    ("step_time", "polar_scratch", "the same, factor from scratch every step"),
+    ("step_time", "polar_svd", "the same, by `torch.linalg.svd` every step"),
+    ("head_time", "stock_again", "stock, a second time (the noise)"),
+    ("head_time", "precondition", "`Precondition()`"),
+    ("head_time_gpt2", "stock_again", "GPT-2, stock, a second time (the noise)"),
+    ("head_time_gpt2", "gap", "GPT-2, `RemoveGap()`"),
+]
 
 
 def steps() -> str:
     """Step time, memory and κ after training, against stock."""
-    record = _read("benchmarks/step_time.json")
+    names = dict.fromkeys(name for name, _, _ in _STEPS)
+    records = {name: _read(f"benchmarks/{name}.json") for name in names}
     body = []
-    for name, label in _STEPS.items():
-        row = record["variants"][name]
+    for name, variant, label in _STEPS:
+        row = records[name]["variants"][variant]
         kappa = f"{row['kappa_max_float64']:.3f}" if "kappa_max_float64" in row else ""
         spread = f"{row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})"
-        body.append([label, spread, f"{row['peak_memory_ratio']:.3f}", kappa])
-    settings = record["settings"]
-    trained = settings["warmup"] + settings["rounds"] * settings["steps"] + 1
-    head = ["", "step time / stock", "peak memory / stock", "worst κ afterwards"]
+        body.append([label, spread, f"{row['peak_memory_ratio']:.3f}", kappa, f"`{name}`"])
+    (gpu,) = {record["hardware"]["gpu"] for record in records.values()}
+    settings = {name: record["settings"] for name, record in records.items()}
+    vit, heads, gpt2 = (settings[name] for name in names)
+    trained = [s["warmup"] + s["rounds"] * s["steps"] + 1 for s in (vit, heads)]
+    head = ["", "step time / stock", "peak memory / stock", "worst κ afterwards", "record"]
     return (
-        f"`benchmarks/step_time.py` on one {record['hardware']['gpu']}, {settings['model']}, batch "
-        f"{settings['batch']}, bfloat16, compiled, whole training step (median of "
-        f"{settings['rounds']} rounds of {settings['steps']} steps, least to most; 2 rounds of 3 "
-        f"for the last two). κ is of weights trained for {trained} steps on one batch of random "
-        "images (9 steps for the last two), so it says that the factor is followed, not how a "
-        "real training ends:\n\n" + _markdown(head, body)
+        f"`benchmarks/step_time.py` on one {gpu}, {vit['model']}, batch {vit['batch']} (GPT-2: "
+        f"batch {gpt2['batch']}, {gpt2['tokens']:,} tokens), bfloat16, compiled, whole training "
+        f"step (median of {vit['rounds']} rounds of {vit['steps']} steps, {heads['rounds']} in "
+        "`head_time`, least to most; 2 rounds of 3 for the two from scratch and by SVD). κ is of "
+        f"weights trained for {trained[0]} steps ({trained[1]} in `head_time`, 9 for those two) on "
+        "one batch of random images, so it says that the factor is followed, not how a real "
+        "training ends:\n\n" + _markdown(head, body)
+    )
+
+
+_DRAWN = {
+    "square_even": "Gaussian 64 × 64, even rows",
+    "square_uneven": "Gaussian 64 × 64, uneven rows",
+    "tall_even": "Gaussian 197 × 64, even rows",
+    "tall_uneven": "Gaussian 197 × 64, uneven rows",
+}
+_HEADS = {"precondition": "C·PV", "gap": "P⊥V", "both": "C·P⊥V"}
+
+
+def precondition() -> str:
+    """What equilibration and removing the gap do to κ and the stable rank of heads' outputs."""
+    record = _read("benchmarks/precondition_kappa.json")
+    rows = [(label, record[name]) for name, label in _DRAWN.items()]
+    rows += [
+        (f"heads of ViT-B/16 at initialisation, {label}", record["vit_b_at_initialisation"][name])
+        for name, label in _HEADS.items()
+    ]
+    body = []
+    for label, row in rows:
+        kappa, rank = row["kappa"], row.get("stable_rank")
+        ranks = f"{rank['before']:.2f} → {rank['after']:.2f}" if rank else ""
+        body.append(
+            [
+                label,
+                f"{_kappa(kappa['before'])} → {_kappa(kappa['after'])}",
+                f"{kappa['lower']} of {kappa['of']}",
+                ranks,
+            ]
+        )
+    head = ["matrix", "κ, median", "κ lower in", "stable rank, median"]
+    return (
+        f"`{record['command']}`, in float64; the stable rank is that of "
+        "`attncond.propagation.stable_rank`, between 1 and 64:\n\n" + _markdown(head, body)
     )
 
 
@@ -97,25 +144,29 @@ def cpu() -> str:
     )
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "steps": steps, "cpu": cpu}
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"demo": demo, "steps": steps, "cpu": cpu},
+    "docs/methods.md": {"precondition": precondition},
+}
 
 
-def render(text: str) -> str:
-    """The page with every marked section written anew."""
-    for name, make in SECTIONS.items():
+def render(page: str, text: str) -> str:
+    """The text of a page with every marked section written anew."""
+    for name, make in PAGES[page].items():
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(
             pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.S
         )
         if count != 1:
-            raise ValueError(f"README.md needs one section marked {name}, it has {count}")
+            raise ValueError(f"{page} needs one section marked {name}, it has {count}")
     return text
 
 
 def main() -> None:
-    """Rewrite README.md."""
-    page = ROOT / "README.md"
-    page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the pages."""
+    for name in PAGES:
+        page = ROOT / name
+        page.write_text(render(name, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

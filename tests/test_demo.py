@@ -55,7 +55,7 @@ def test_variants_differ_in_nothing_but_the_method(
     for run in runs:
         for key in ("variant", "seconds"):
             run.pop(key)
-    assert runs[0] == runs[1] == runs[2]
+    assert all(run == runs[0] for run in runs)
     other = module.train("stock", 1, 1, data)
     assert other["train_loss_by_epoch"] != runs[0]["train_loss_by_epoch"]
 
@@ -69,6 +69,23 @@ def test_a_run_learns_and_reports_the_last_epoch(data: module.Digits) -> None:
     assert run["train_loss_by_epoch"][-1] < run["train_loss_by_epoch"][0]
     assert max(run["kappa_start"]) <= 2 < max(run["kappa_stock"])
     assert run["method"]["parameters"]["preserve_norm"] is True
+
+
+@pytest.mark.parametrize("variant", ["Precondition()", "RemoveGap()"])
+def test_methods_for_heads_leave_the_weights_alone(
+    data: module.Digits, tmp_path: Path, variant: str
+) -> None:
+    stock, run = (module.train(name, 0, 1, data, rate=2e-3) for name in ("stock", variant))
+    assert run["kappa_start"] == run["kappa_stock"] == stock["kappa_start"]
+    assert run["train_loss_by_epoch"] != stock["train_loss_by_epoch"]  # and yet it does something
+    assert run["method"]["method"] == variant.removesuffix("()")
+    study = Demo(tmp_path, 1, 1)
+    study.runs = [stock, run]
+    assert [row["own_start"] for row in study.summary()] == [True, False]
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table(study))
+    assert console.export_text().count("as stock") == 1
+    assert figure(study).startswith(b"\x89PNG")
 
 
 def test_the_split_is_fixed_and_disjoint(data: module.Digits) -> None:
@@ -123,7 +140,7 @@ def test_half_a_demo_can_be_shown(tmp_path: Path) -> None:
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(table(study))
     text = console.export_text()
-    assert "3 of 9 runs" in text
+    assert "3 of 15 runs" in text
     assert "90.50 ± 0.71" in text
     assert "…" not in text
     assert "+3.00" in study.verdict()

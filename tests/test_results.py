@@ -1,4 +1,4 @@
-"""README's figures are those of the committed JSON, to the letter."""
+"""The figures of README and docs are those of the committed JSON, to the letter."""
 
 import json
 import sys
@@ -18,11 +18,14 @@ def tables(monkeypatch):
     sys.modules.pop("tables")
 
 
-def test_readme_is_what_the_results_say(tables):
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.render(page) == page
-    with pytest.raises(ValueError, match="section marked demo"):
-        tables.render(page.replace("<!-- /demo -->", ""))
+@pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])
+def test_pages_are_what_the_results_say(tables, name):
+    assert name in tables.PAGES
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert tables.render(name, page) == page
+    section = next(iter(tables.PAGES[name]))
+    with pytest.raises(ValueError, match=f"section marked {section}"):
+        tables.render(name, page.replace(f"<!-- /{section} -->", ""))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.json")), ids=lambda p: p.stem)

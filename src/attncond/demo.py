@@ -30,15 +30,23 @@ from attncond._version import __version__
 from attncond.conditioning import condition
 from attncond.errors import ConditioningError
 from attncond.inspection import inspect
-from attncond.methods.spectral import Spectral
+from attncond.methods import Method, Precondition, RemoveGap, Spectral
 
-VARIANTS: dict[str, Spectral | None] = {
+VARIANTS: dict[str, Method | None] = {
     "stock": None,
     "Spectral()": Spectral(),
     "Spectral.paper()": Spectral.paper(),
+    "Precondition()": Precondition(),
+    "RemoveGap()": RemoveGap(),
 }
 MODEL = {"patch_size": 2, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
-RATES = {"stock": 2e-3, "Spectral()": 8e-3, "Spectral.paper()": 4e-3}
+RATES = {
+    "stock": 2e-3,
+    "Spectral()": 8e-3,
+    "Spectral.paper()": 4e-3,
+    "Precondition()": 4e-3,
+    "RemoveGap()": 4e-3,
+}
 TRAINING = {"batch_size": 64, "weight_decay": 0.05, "warmup": 0.1, "smoothing": 0.1}
 SPLIT_SEED = 0
 
@@ -252,7 +260,11 @@ class Demo:
         return plain
 
     def summary(self) -> list[dict[str, Any]]:
-        """One row for each variant that has a run; κ over all projections of all seeds."""
+        """One row for each variant that has a run; κ over all projections of all seeds.
+
+        Precondition and RemoveGap change heads, not weights: their κ at the start is that of stock,
+        and ``own_start`` is False.
+        """
         rows = []
         for variant in VARIANTS:
             runs = [r for r in self.runs if r["variant"] == variant]
@@ -262,6 +274,7 @@ class Demo:
             row: dict[str, Any] = {
                 "variant": variant,
                 "seeds": len(runs),
+                "own_start": isinstance(VARIANTS[variant], Spectral | None),
                 "accuracy_mean": statistics.fmean(values),
                 "accuracy_std": statistics.stdev(values) if len(values) > 1 else None,
                 "seconds_mean": statistics.fmean(r["seconds"] for r in runs),

@@ -12,7 +12,8 @@ from rich.table import Table
 from attncond.demo import VARIANTS, Demo
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
-_COLOURS = dict(zip(VARIANTS, ("#555555", "#0072B2", "#D55E00"), strict=True))
+_PALETTE = ("#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7")
+_COLOURS = dict(zip(VARIANTS, _PALETTE, strict=True))
 
 
 def kappa_text(value: float) -> str:
@@ -47,7 +48,7 @@ def table(demo: Demo) -> Table:
         shown.add_row(
             row["variant"],
             f"{row['accuracy_mean']:.2f}" + (f" ± {std:.2f}" if std is not None else ""),
-            _median_and_worst(row, "start"),
+            _median_and_worst(row, "start") if row["own_start"] else "as stock",
             _median_and_worst(row, "trained"),
             f"{row['seconds_mean']:.1f}",
         )
@@ -58,8 +59,8 @@ def figure(demo: Demo) -> bytes:
     """A PNG: test accuracy over the epochs, and κ before and after training."""
     from matplotlib.figure import Figure
 
-    image: Any = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
-    curves, bars = image.subplots(1, 2, width_ratios=(1.25, 1))
+    image: Any = Figure(figsize=(11.5, 4.8), dpi=150, layout="constrained")
+    curves, bars = image.subplots(1, 2, width_ratios=(1, 1))
     rows = demo.summary()
     for row in rows:
         variant = row["variant"]
@@ -89,7 +90,9 @@ def figure(demo: Demo) -> bytes:
     )
 
     for place, row in enumerate(rows):
-        for offset, when, alpha in ((-0.2, "start", 0.45), (0.2, "trained", 1.0)):
+        both = ((-0.2, "start", 0.45), (0.2, "trained", 1.0))
+        # Methods that leave the weights alone have no start of their own to show.
+        for offset, when, alpha in both if row["own_start"] else ((0.0, "trained", 1.0),):
             median, worst = row[f"kappa_{when}_median"], row[f"kappa_{when}_worst"]
             x = place + offset
             bars.bar(x, median, 0.36, color=_COLOURS[row["variant"]], alpha=alpha)
@@ -101,12 +104,13 @@ def figure(demo: Demo) -> bytes:
                 xytext=(0, 4),
                 textcoords="offset points",
                 ha="center",
-                fontsize=8,
+                fontsize=7,
             )
     bars.set_yscale("log")
     top = max((row[f"kappa_{w}_worst"] for row in rows for w in ("start", "trained")), default=10)
     bars.set_ylim(0.8, top * 8)
-    bars.set_xticks(range(len(rows)), [row["variant"] for row in rows])
+    names = [row["variant"] + ("" if row["own_start"] else "\nstarts as stock") for row in rows]
+    bars.set_xticks(range(len(rows)), names, fontsize=8)
     bars.set_ylabel("κ of the whole projections")
     bars.set_title("κ at start (pale) and end: median (worst)")
     for axes in (curves, bars):
