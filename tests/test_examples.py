@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# Far above chance (10%, 10%, 50%, 10%), and below what each reaches, so that only a break is caught.
+# Far above chance (10%, 10%, 50%, 10%), and below what each reaches: only a break is caught.
 ACCURACY = {"train_timm": 80.0, "train_pytorch": 85.0, "train_trainer": 90.0, "heads": 75.0}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
