@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: demo test lint types format help clean
 
 help:
-	@echo "make demo    train a small ViT with and without conditioning (two minutes)"
+	@echo "make demo    train a small ViT with and without conditioning (three minutes)"
 	@echo "make test    run the tests; ARGS are handed to pytest"
 	@echo "make lint    check style;  make types  check types;  make format  repair style"
 	@echo "make clean   remove the environment in $(VENV)"

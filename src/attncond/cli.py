@@ -136,7 +136,7 @@ def demo(
         Path, typer.Option(help="Folder for results.json and figure.png.", show_default=True)
     ] = Path("attncond-demo"),
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs per variant.  [default: 3]")
+        int | None, typer.Option(min=1, help="Runs per variant.  [default: 2]")
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs per run.  [default: 25]")
@@ -145,14 +145,14 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a small ViT on digits: stock, Spectral() and Spectral.paper(), from the same start.
+    """Train a small ViT on digits: stock and with each method, from the same start.
 
-    About two minutes on two cores. Each run is written when it is done, so Ctrl-C loses only the
+    About three minutes on two cores. Each run is written when it is done, so Ctrl-C loses only the
     one in progress.
     """
     from attncond.demo import Demo
 
-    seeds = seeds or (1 if quick else 3)
+    seeds = seeds or (1 if quick else 2)
     epochs = epochs or (3 if quick else 25)
     command = f"attncond demo --seeds {seeds} --epochs {epochs}"
     with _mistakes(debug):
