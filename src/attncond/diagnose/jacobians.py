@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attncond.diagnose.bounds import BoundedHead, certificate, paper_bound
 from attncond.diagnose.capture import Captured, ProjectionInput, as_tokens
-from attncond.diagnose.measure import Values, singular_values, spread
+from attncond.diagnose.measure import Values, spread
 from attncond.errors import ConditioningError
 from attncond.jacobian import attention_jacobian
 from attncond.sites import Projection, Role
 
-__all__ = ["Job", "NotCoveredError", "certificate", "job_of", "paper_bound", "solve"]
+__all__ = ["Job", "NotCoveredError", "job_of", "solve"]
 
-_ZERO = 1e-11  # below this fraction of σ_max a float64 SVD holds nothing but rounding
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
@@ -126,7 +126,8 @@ def _written_out(captured: Captured, weights: dict[Role, Tensor], tokens: int | 
     logits, visible = captured.scores.read(0, slice(None))
     p = torch.softmax(logits.masked_fill(~visible, -math.inf), -1).nan_to_num(0.0)
     limit = _CLOSE.get(product.dtype, 0.05)
-    if float((captured.matrix[0].double() - p).norm()) > limit * float(p.norm()):
+    # Some compute the softmax in float32, whatever the rest is in.
+    if float((captured.matrix[0].double() - p).norm()) > max(limit, 1e-5) * float(p.norm()):
         raise NotCoveredError("its attention matrix is changed after the softmax")
     w_v = weights["v"]
     if value.shape[1] == site.heads and len(w_v) < site.heads:  # repeated for its group
@@ -252,74 +253,15 @@ def solve(job: Job) -> Values:
         "jacobian_tokens": float(len(job.x)),
         "jacobian_status": found.path if found.resolved else "unresolved",
     }
-    head = _Head.of(job)
+    x = job.x.double()
+    head = BoundedHead.of(
+        x,
+        x if job.x_kv is None else job.x_kv.double(),
+        (w_q, w_k, w_v),
+        (job.bias(0), job.bias(1), job.bias(2)),
+        job.scale,
+        mask,
+    )
     values["jacobian_paper_bound"] = paper_bound(head)
     values["jacobian_certificate"] = certificate(head)
     return values
-
-
-@dataclass(frozen=True, eq=False)
-class _Head:
-    """One head with all that the bounds speak of, mask and biases included."""
-
-    x: Tensor
-    x_kv: Tensor
-    weights: tuple[Tensor, Tensor, Tensor]
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    p: Tensor
-    scale: float
-
-    @classmethod
-    def of(cls, job: Job) -> _Head:
-        w_q, w_k, w_v, mask = job.parts()
-        x = job.x.double()
-        x_kv = x if job.x_kv is None else job.x_kv.double()
-        q, k, v = x @ w_q.mT, x_kv @ w_k.mT, x_kv @ w_v.mT
-        q = q if (b := job.bias(0)) is None else q + b
-        k = k if (b := job.bias(1)) is None else k + b
-        v = v if (b := job.bias(2)) is None else v + b
-        logits = job.scale * q @ k.mT
-        if mask is not None:
-            boolean = mask.dtype == torch.bool
-            logits = logits.masked_fill(~mask, -math.inf) if boolean else logits + mask
-        p = torch.softmax(logits, -1).nan_to_num(0.0)  # a query that sees nothing
-        return cls(x, x_kv, (w_q, w_k, w_v), q, k, v, p, job.scale)
-
-
-def paper_bound(head: _Head) -> float:
-    """`attncond.theory.paper_bound` without its N² x N² matrix, and with masks and biases.
-
-    The singular values of a block-diagonal matrix are those of its blocks.
-    """
-    softmax = torch.linalg.eigvalsh(
-        torch.diag_embed(head.p) - head.p[:, :, None] * head.p[:, None, :]
-    ).abs()
-    x = max(_pseudo(singular_values(t)) for t in (head.x, head.x_kv))
-    q, k, v = (_pseudo(singular_values(w)) for w in head.weights)
-    lam = _pseudo(softmax.flatten())
-    return x**3 * lam * v * (q + k) + x * _pseudo(torch.linalg.svdvals(head.p))
-
-
-def certificate(head: _Head) -> float:
-    """`attncond.theory.jacobian_certificate`, wide and cheap, with masks and biases."""
-    norm = torch.linalg.matrix_norm
-    sigma = torch.linalg.svdvals(head.p @ head.x_kv)
-    n = len(head.x)
-    if n > len(sigma) or float(sigma[n - 1]) <= _ZERO * float(sigma[0]):
-        return math.inf
-    t = head.p[:, :, None] * (head.v[None] - (head.p @ head.v)[:, None])
-    s = abs(head.scale) * torch.einsum("ije,jf->ief", t, head.k)
-    b = torch.einsum("ije,jc->iec", t, head.x_kv).flatten(0, 1)
-    norm_q = float(norm(head.x, 2)) * float(norm(s, 2).max())
-    norm_k = abs(head.scale) * float(head.q.norm(dim=1).max()) * float(norm(b, 2))
-    return math.hypot(norm_q, norm_k, float(sigma[0])) / float(sigma[n - 1])
-
-
-def _pseudo(sigma: Tensor) -> float:
-    """σ_max over the smallest that is not zero."""
-    top = float(sigma.max())
-    if not top > 0:
-        return math.nan
-    return top / float(sigma[sigma > _ZERO * top].min())
