@@ -486,9 +486,10 @@ def test_the_fused_inference_path_is_off_for_conditioned_layers_alone(norm_first
         for part in stock.layers:
             wanted = naive_layer(part, wanted, on, None if mask is None else ~mask[:, None, None])
         shown = torch.ones_like(padding) if mask is None else ~mask
-        output, count = calls_of(lambda m=mask: model(x, src_key_padding_mask=m))
-        torch.testing.assert_close(output[shown], wanted[shown], rtol=1e-9, atol=1e-9)
-        assert not any(count.values())
+        for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            output, count = calls_of(lambda m=mask, t=twin: t(x, src_key_padding_mask=m))
+            torch.testing.assert_close(output[shown], wanted[shown], rtol=1e-9, atol=1e-9)
+            assert not any(count.values())
         torch.testing.assert_close(
             model(x, src_key_padding_mask=mask)[shown], wanted[shown], rtol=1e-9, atol=1e-9
         )
@@ -516,6 +517,24 @@ def test_one_conditioned_layer_among_stock_ones():
     output, count = calls_of(lambda: model(x))
     torch.testing.assert_close(output, wanted, rtol=1e-9, atol=1e-9)
     assert count["_transformer_encoder_layer_fwd"] == 2
+
+
+def test_compiled_inference_is_off_the_fused_path_too():
+    """There the type of a weight tells nothing, and no conditioned forward would be called."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = randomised(nn.TransformerEncoder(layer, 2)).double().eval()
+    stock = copy.deepcopy(model)
+    condition(model, METHODS["both"])
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    padding = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    with torch.no_grad():
+        for kwargs in ({}, {"src_key_padding_mask": padding}):
+            wanted = model(x, **kwargs)
+            assert not torch.allclose(wanted[0], stock(x, **kwargs)[0])
+            graph = compiled(model, backend="eager")
+            torch.testing.assert_close(graph(x, **kwargs), wanted)
+            program = torch.export.export(model, (x,), kwargs)
+            torch.testing.assert_close(program.module()(x, **kwargs), wanted)
 
 
 @methods

@@ -56,6 +56,8 @@ def test_a_matrix_without_heads():
     wanted = torch.stack([value[: i + 1].mean(0) for i in range(4)])
     torch.testing.assert_close(visible_mean(value, 4, visible=visible), wanted)
     torch.testing.assert_close(visible_mean(value, 4, causal=True), wanted)
+    late = visible_mean(value, 7, causal=True)  # more queries than keys: the last see all
+    torch.testing.assert_close(late[4:], value.mean(0).expand(3, 3))
 
 
 @pytest.mark.parametrize("causal", [False, True])
