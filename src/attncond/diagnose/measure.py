@@ -37,12 +37,12 @@ def spread(count: int, most: int | None) -> list[int]:
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
-def singular_values(a: Tensor) -> Tensor:
+def singular_values(a: Tensor, count: int | None = None) -> Tensor:
     """All singular values, in float64 and descending: ``(..., m, n) -> (..., min(m, n))``.
 
     Through the eigenvalues of the Gram matrix where they resolve the smallest to 7 digits, which is
-    faster for batches of heads above all, and directly where not. NaN throughout for a matrix that
-    holds NaN or inf.
+    faster for batches of heads above all, and directly where not. ``count``: only the first so many
+    are wanted that exactly. NaN throughout for a matrix that holds NaN or inf.
 
     >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, -4.0]]))
     tensor([4., 3.], dtype=torch.float64)
@@ -59,7 +59,8 @@ def singular_values(a: Tensor) -> Tensor:
     x = x / scale[:, None, None]
     squares = torch.linalg.eigvalsh(x @ x.mT).flip(-1).clamp_min(0)
     sigma = squares.sqrt()
-    poor = squares[:, -1] * _GRAM < _EPS * squares[:, 0]
+    last = squares.shape[-1] if count is None else min(count, squares.shape[-1])
+    poor = squares[:, last - 1] * _GRAM < _EPS * squares[:, 0]
     if bool(poor.any()):
         sigma[poor] = torch.linalg.svdvals(x[poor])
     sigma = torch.where(finite[:, None], sigma * scale[:, None], math.nan)
@@ -166,7 +167,7 @@ def _measured(logits: Tensor, visible: Tensor, *, gap: bool) -> dict[str, Tensor
 def _spectrum(p: Tensor) -> dict[str, Tensor]:
     finite = p.isfinite().all(-1).all(-1)
     safe = torch.where(finite[:, None, None], p, 0.0)
-    top = singular_values(safe) if min(p.shape[-2:]) <= _DENSE else _top_two(safe)
+    top = singular_values(safe, 2) if min(p.shape[-2:]) <= _DENSE else _top_two(safe)
     first = top[:, 0]
     second = top[:, 1] if top.shape[1] > 1 else torch.zeros_like(first)
     rank = safe.square().sum((-2, -1)) / first.square()
