@@ -144,6 +144,12 @@ class EffectiveWeight(torch.Tensor):
         return _guard_alias(func, result)
 
 
+_PRODUCTS = frozenset(
+    (
+        *("linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "__rmatmul__"),
+        *("mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot"),
+    )
+)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -160,8 +166,11 @@ def _guard_alias(func: Callable[..., Any], result: Any) -> Any:
     """Keep guarding what shares memory with the effective weight: its views and its ``data``."""
     if isinstance(result, tuple | list):
         return type(result)(_guard_alias(func, r) for r in result)
-    aliases = func == _DATA or getattr(func, "__name__", "") == "detach"
-    if isinstance(result, Tensor) and (aliases or result._is_view()):
+    name = getattr(func, "__name__", "")
+    aliases = func == _DATA or name == "detach"
+    # A product's result may be a view of a buffer of its own (torch before 2.12).
+    view = isinstance(result, Tensor) and result._is_view() and name not in _PRODUCTS
+    if isinstance(result, Tensor) and (aliases or view):
         return result.as_subclass(EffectiveWeight)
     return result
 
