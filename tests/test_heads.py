@@ -792,6 +792,8 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_for_all_lengths(strict):
+    if not strict and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 does not export the stock module so either")
     model = Block().double().eval()
     condition(model, METHODS["both"])
 

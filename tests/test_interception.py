@@ -798,6 +798,9 @@ def alike(module, wanted, tensors):
     ),
 )
 def test_compiled_forms_are_the_naive_ones(form, on):
+    if form in (viewed, keys_first) and torch.__version__ < "2.12":
+        pytest.skip("compiled code of torch 2.11 does not show .mT to a mode; it is refused there")
+
     def every(q, k, v, mask, bias):
         return form(q, k, v, None), form(q, k, v, mask), form(q, k, v, bias)
 
