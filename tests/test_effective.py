@@ -315,3 +315,19 @@ def test_a_conditioned_model_holds_no_tensor_that_the_optimizer_does_not_see():
     ac.condition(model, ac.Spectral.paper_svd())
     assert {id(p) for p in model.parameters()} == before
     assert not any(b.requires_grad for b in model.buffers())
+
+
+@pytest.mark.parametrize("method", [ac.Spectral(), ac.RemoveGap()], ids=lambda m: type(m).__name__)
+def test_hooks_that_hold_on_to_a_forward_survive_removal(method: object) -> None:
+    """accelerate keeps the bound method it found; it runs as the stock one once that is gone."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    case = CASE["torch-encoder"]
+    model = case.make()
+    stock = case.run(model)
+    handle = ac.condition(model, method)
+    for site in ac.inspect(model):
+        add_hook_to_module(site.module, ModelHook())
+    assert not torch.equal(case.run(model), stock)
+    handle.remove()
+    assert torch.allclose(case.run(model), stock, rtol=0, atol=1e-12)

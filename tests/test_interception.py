@@ -635,6 +635,15 @@ def window_mask_alone(q, k, v, mask):
     return logits.view(-1, h, n, n).softmax(-1) @ v
 
 
+def window_mask_transposed(q, k, v, mask):
+    """The softmax over the axis before the last: keys down, queries across."""
+    b, h, n, _ = q.shape
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + torch.linspace(-9, 9, n).to(q)
+    logits = logits.view(b // len(mask), len(mask), h, n, n) + mask[:, None]
+    weights = logits.view(-1, h, n, n).mT.softmax(-2)
+    return F.dropout(weights.mT, 0.0) @ v
+
+
 def window_mask_fused(q, k, v, mask):
     b, h, n, _ = q.shape
     full = mask[None, :, None].expand(b // len(mask), len(mask), h, n, n).reshape(b, h, n, n)
@@ -644,7 +653,13 @@ def window_mask_fused(q, k, v, mask):
 @methods
 @pytest.mark.parametrize(
     "form",
-    [window_mask, window_mask_in_place, window_mask_alone, window_mask_fused],
+    [
+        window_mask,
+        window_mask_in_place,
+        window_mask_alone,
+        window_mask_transposed,
+        window_mask_fused,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_masks_of_minus_one_hundred(form, on):

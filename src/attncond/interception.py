@@ -41,6 +41,7 @@ _CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "doubl
 _RESHAPES = frozenset(
     (
         *("transpose", "permute", "movedim", "swapaxes", "swapdims", "contiguous", "__getitem__"),
+        *("mT", "T", "mH", "H"),
         *("reshape", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
         *("expand", "expand_as", "narrow", "select", "chunk", "split", "unbind"),
     )
@@ -124,6 +125,8 @@ class Interception(TorchFunctionMode):
         if func is Tensor.unflatten:
             func = torch.unflatten  # the method's super() call stops torch.compile before 2.12
         name = getattr(func, "__name__", "")
+        if name == "__get__" and not torch.compiler.is_compiling():
+            name = getattr(getattr(func, "__self__", None), "__name__", "")  # attn.mT
         if name == "scaled_dot_product_attention":
             return self._fused(func, *args, **kwargs)
         operands = _operands(args, kwargs)
