@@ -28,7 +28,8 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_code_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # pages write files
     adapters.find_adapter(nn.Identity())  # the libraries' adapters are loaded on first use
     monkeypatch.setattr(adapters, "_REGISTRY", dict(adapters._REGISTRY))  # pages register classes
     blocks = python_blocks(page.read_text(encoding="utf-8"))
