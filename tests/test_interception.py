@@ -644,6 +644,22 @@ def window_mask_transposed(q, k, v, mask):
     return F.dropout(weights.mT, 0.0) @ v
 
 
+def window_mask_filled(q, k, v, mask):
+    b, h, n, _ = q.shape
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + torch.linspace(-9, 9, n).to(q)
+    logits = logits.view(b // len(mask), len(mask), h, n, n)
+    logits = logits.masked_fill(mask[:, None] < 0, -100.0).masked_fill(mask[:, None] > 0, 3.0)
+    return logits.view(-1, h, n, n).softmax(-1) @ v
+
+
+def window_mask_in_baddbmm(q, k, v, mask):
+    b, h, n, _ = q.shape
+    full = mask[None, :, None] + torch.linspace(-9, 9, n).to(q)
+    full = full.expand(b // len(mask), len(mask), h, n, n).reshape(b * h, n, n)
+    q, k = q.flatten(0, 1) * q.shape[-1] ** -0.5, k.flatten(0, 1)
+    return (torch.baddbmm(full, q, k.mT).softmax(-1) @ v.flatten(0, 1)).view(b, h, n, -1)
+
+
 def window_mask_fused(q, k, v, mask):
     b, h, n, _ = q.shape
     full = mask[None, :, None].expand(b // len(mask), len(mask), h, n, n).reshape(b, h, n, n)
@@ -658,6 +674,8 @@ def window_mask_fused(q, k, v, mask):
         window_mask_in_place,
         window_mask_alone,
         window_mask_transposed,
+        window_mask_filled,
+        window_mask_in_baddbmm,
         window_mask_fused,
     ],
     ids=lambda f: f.__name__,

@@ -139,7 +139,9 @@ class Interception(TorchFunctionMode):
             return self._softmax(logits, func, args, kwargs)
         result = func(*args, **kwargs)
         if name in _PRODUCTS:
-            self.logits.append(Logits(result, None))
+            added = name == "baddbmm" and self.hidden > HIDDEN
+            shown = (operands[0].detach() > self.hidden).expand_as(result) if added else None
+            self.logits.append(Logits(result, shown))
         elif logits is not None:
             self._follow(logits, func, name, args, kwargs, operands, result)
         return result
@@ -273,11 +275,15 @@ class Interception(TorchFunctionMode):
                 keys = [torch.full_like(o, k, dtype=torch.bool) for o, k in pairs]
                 visible = func(keys, *args[1:], **kwargs)
         elif name in _ADDITIONS and self.hidden > HIDDEN:
-            # A mask of -100 cannot be told from the logits themselves, only where it is added.
+            # A mask of -100 cannot be told from the logits themselves, only where it comes in.
             for other in operands:
                 if other is not logits.tensor:
                     shown = (other.detach() > self.hidden).expand_as(result)
                     visible = shown if visible is None else visible.expand_as(result) & shown
+        elif name in ("masked_fill", "masked_fill_") and self.hidden > HIDDEN:
+            mask, fill = (*args, *kwargs.values())[1:3]
+            shown = (~mask | (fill > self.hidden)).expand_as(result)
+            visible = shown if visible is None else visible.expand_as(result) & shown
         elif visible is not None and name in _RESHAPES:
             visible = _reshaped(func, name, args, kwargs, logits.tensor, visible, result)
         for i, part in enumerate(_tensors(result)):
