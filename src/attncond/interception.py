@@ -28,26 +28,26 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from attncond.calls import (
+    ADDITIONS,
+    CASTS,
+    DROPOUTS,
+    JOINS,
+    OBSERVERS,
+    PRODUCTS,
+    RESHAPES,
+    call_with,
+    channel_axis,
+    exchanged,
+    find,
+    operands_of,
+    reshaped,
+    tensors,
+)
 from attncond.errors import ConditioningError, UnsupportedAttentionError
 from attncond.methods.gap import RemoveGap, centre, uniform, visible_mean
 from attncond.methods.precondition import Precondition
 from attncond.sites import HIDDEN
-
-_PRODUCTS = frozenset(("matmul", "__matmul__", "bmm", "einsum", "baddbmm", "mm"))
-_ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
-_JOINS = frozenset(("cat", "concat", "concatenate"))
-_DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout"))
-_CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
-_RESHAPES = frozenset(
-    (
-        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "contiguous", "__getitem__"),
-        *("mT", "T", "mH", "H"),
-        *("reshape", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
-        *("expand", "expand_as", "narrow", "select", "chunk", "split", "unbind"),
-    )
-)
-# What looks at an attention matrix without leading on to the values.
-_OBSERVERS = frozenset(("mean", "sum", "amax", "max", "argmax", "any", "all", "isnan", "detach"))
 
 
 class Logits(NamedTuple):
@@ -129,16 +129,16 @@ class Interception(TorchFunctionMode):
             name = getattr(getattr(func, "__self__", None), "__name__", "")  # attn.mT
         if name == "scaled_dot_product_attention":
             return self._fused(func, *args, **kwargs)
-        operands = _operands(args, kwargs)
-        if name in _CASTS or name in _RESHAPES:
+        operands = operands_of(args, kwargs)
+        if name in CASTS or name in RESHAPES:
             operands = operands[:1]  # value.type_as(matrix) makes no matrix of the value
-        if (matrix := _find(self.matrices, operands)) is not None:
+        if (matrix := find(self.matrices, operands)) is not None:
             return self._use_matrix(matrix, func, name, args, kwargs)
-        logits = _find(self.logits, operands)
+        logits = find(self.logits, operands)
         if logits is not None and name == "softmax" and args and args[0] is logits.tensor:
             return self._softmax(logits, func, args, kwargs)
         result = func(*args, **kwargs)
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             added = name == "baddbmm" and self.hidden > HIDDEN
             shown = (operands[0].detach() > self.hidden).expand_as(result) if added else None
             self.logits.append(Logits(result, shown))
@@ -265,16 +265,16 @@ class Interception(TorchFunctionMode):
     ) -> None:
         """Keep an eye on what logits become on their way to the softmax."""
         visible: Any = logits.visible
-        sinks = logits.sinks and name not in _RESHAPES
+        sinks = logits.sinks and name not in RESHAPES
         if logits.sinks and not sinks:
             visible = None  # positions are shifted so too, with a column of zeros
-        if name in _JOINS:
-            known = [_find(self.logits, [o]) is not None for o in operands]
+        if name in JOINS:
+            known = [find(self.logits, [o]) is not None for o in operands]
             if sinks := not all(known):
                 pairs = zip(operands, known, strict=True)
                 keys = [torch.full_like(o, k, dtype=torch.bool) for o, k in pairs]
                 visible = func(keys, *args[1:], **kwargs)
-        elif name in _ADDITIONS and self.hidden > HIDDEN:
+        elif name in ADDITIONS and self.hidden > HIDDEN:
             # A mask of -100 cannot be told from the logits themselves, only where it comes in.
             for other in operands:
                 if other is not logits.tensor:
@@ -284,9 +284,9 @@ class Interception(TorchFunctionMode):
             mask, fill = (*args, *kwargs.values())[1:3]
             shown = (~mask | (fill > self.hidden)).expand_as(result)
             visible = shown if visible is None else visible.expand_as(result) & shown
-        elif visible is not None and name in _RESHAPES:
-            visible = _reshaped(func, name, args, kwargs, logits.tensor, visible, result)
-        for i, part in enumerate(_tensors(result)):
+        elif visible is not None and name in RESHAPES:
+            visible = reshaped(func, name, args, kwargs, logits.tensor, visible, result)
+        for i, part in enumerate(tensors(result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.logits.append(Logits(part, shown, sinks))
 
@@ -298,21 +298,21 @@ class Interception(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             return self._product(matrix, func, name, args, kwargs)
-        if matrix.minus is not None and name in _OBSERVERS:
+        if matrix.minus is not None and name in OBSERVERS:
             return func(*args, **kwargs)
         minus: Any = matrix.minus
-        if name in _DROPOUTS:
+        if name in DROPOUTS:
             result = func(*args, **kwargs)
-        elif name in _CASTS or name in _RESHAPES:
+        elif name in CASTS or name in RESHAPES:
             result = func(*args, **kwargs)
             if minus is not None:
                 whole = minus.expand_as(matrix.tensor)
-                minus = _reshaped(func, name, args, kwargs, matrix.tensor, whole, result)
+                minus = reshaped(func, name, args, kwargs, matrix.tensor, whole, result)
         else:
             result, minus = self._formed_call(func, name, args, kwargs), None
-        for i, part in enumerate(_tensors(result)):
+        for i, part in enumerate(tensors(result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             self.matrices.append(Matrix(part, less, matrix.root))
         return result
@@ -326,8 +326,8 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         """Call with all differences among the operands formed: there may be several."""
         in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
-        for operand in _operands(args, kwargs):
-            found = _find(self.matrices, [operand])
+        for operand in operands_of(args, kwargs):
+            found = find(self.matrices, [operand])
             if found is None or found.minus is None:
                 continue
             value = found.value()
@@ -336,7 +336,7 @@ class Interception(TorchFunctionMode):
                 operand.copy_(value)
                 self.matrices.append(Matrix(operand, None, found.root))
             else:
-                args, kwargs = _exchanged(args, kwargs, operand, value)
+                args, kwargs = exchanged(args, kwargs, operand, value)
         return func(*args, **kwargs)
 
     def _product(
@@ -355,10 +355,10 @@ class Interception(TorchFunctionMode):
             )
         self.multiplied.append(matrix.root)
         self.acted += 1
-        output: Tensor = _call(func, args, kwargs, matrix.tensor, matrix.value())
+        output: Tensor = call_with(func, args, kwargs, matrix.tensor, matrix.value())
         if self.precondition is None:
             return output
-        return self._equilibrated(output, _channel_axis(name, args, kwargs, matrix.tensor))
+        return self._equilibrated(output, channel_axis(name, args, kwargs, matrix.tensor))
 
     def _equilibrated(self, output: Tensor, dim: int) -> Tensor:
         if self.precondition is None:
@@ -382,93 +382,6 @@ def _sees_one(
 
 def _visible(mask: Tensor, hidden: float) -> Tensor:
     return mask if mask.dtype == torch.bool else mask.detach() > hidden
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, tuple | list):
-        return [r for r in result if isinstance(r, Tensor)]
-    return []
-
-
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for a in args:
-        found += _tensors(a)
-    for a in kwargs.values():
-        found += _tensors(a)
-    return found
-
-
-def _find(known: list[Any], operands: list[Tensor]) -> Any:
-    """The entry whose tensor is among the operands."""
-    for entry in reversed(known):
-        for operand in operands:
-            if entry.tensor is operand:
-                return entry
-    return None
-
-
-def _exchanged(
-    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with one tensor exchanged, also inside a list of tensors."""
-
-    def exchanged(a: Any) -> Any:
-        if a is old:
-            return new
-        return type(a)(new if b is old else b for b in a) if type(a) in (tuple, list) else a
-
-    return tuple(exchanged(a) for a in args), {k: exchanged(a) for k, a in kwargs.items()}
-
-
-def _call(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    old: Tensor,
-    new: Tensor,
-) -> Any:
-    """Call with one tensor exchanged."""
-    args, kwargs = _exchanged(args, kwargs, old, new)
-    return func(*args, **kwargs)
-
-
-def _reshaped(
-    func: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    old: Tensor,
-    new: Tensor,
-    result: Any,
-) -> Any:
-    """What the reshape of ``old`` to ``result`` makes of ``new``, which may lie otherwise."""
-    if name == "contiguous":
-        return new  # laid out anew, an expanded tensor would be written in full
-    if name in ("view", "view_as") and result.dtype == old.dtype:
-        return new.reshape(result.shape)
-    return _call(func, args, kwargs, old, new)
-
-
-def _channel_axis(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], matrix: Tensor) -> int:
-    """The axis of ``matrix @ value`` (or of the transposed product) that only the values have."""
-    if name != "einsum":
-        return -1 if _operands(args, kwargs)[-2] is matrix else -2  # baddbmm has one before
-    terms, arrow, result = args[0].replace(" ", "").partition("->")
-    if not arrow:
-        raise UnsupportedAttentionError(
-            f"the einsum '{args[0]}' does not say where its axes go; write them after an arrow"
-        )
-    own = terms.split(",")[[a is matrix for a in _operands(args[1:], {})].index(True)]
-    letters = result.replace("...", ".")
-    only = [i - len(letters) for i, c in enumerate(letters) if c not in own]
-    if len(only) != 1:
-        raise UnsupportedAttentionError(
-            f"the einsum '{args[0]}' has no single axis of channels to equilibrate along"
-        )
-    return only[0]
 
 
 def _check_key_padding_mask(mask: Tensor, keys: int, batch: int) -> None:

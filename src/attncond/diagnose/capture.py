@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attncond.calls import tensors
 from attncond.diagnose.dependence import Dependence
 from attncond.errors import ConditioningError
 from attncond.heads import conditioned_heads
-from attncond.interception import Interception, Logits, Matrix, _tensors
+from attncond.interception import Interception, Logits, Matrix
 from attncond.sites import HIDDEN, Site
 
 __all__ = ["Captured", "ProjectionInput", "Scores", "watch"]
@@ -362,5 +363,5 @@ def _floating(values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         if isinstance(value, Mapping):
             value = list(value.values())
-        found += [t for t in _tensors(value) if t.is_floating_point() and t.ndim >= 2]
+        found += [t for t in tensors(value) if t.is_floating_point() and t.ndim >= 2]
     return found

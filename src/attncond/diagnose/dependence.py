@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attncond.interception import _ADDITIONS, _CASTS, _PRODUCTS, _RESHAPES, _operands, _tensors
+from attncond.calls import ADDITIONS, CASTS, PRODUCTS, RESHAPES, operands_of, tensors
 from attncond.sites import HIDDEN
 
 __all__ = ["Dependence", "Multiple"]
@@ -28,7 +28,7 @@ _SHAPED = frozenset(
         *("new_ones", "new_zeros", "new_full", "new_empty", "new_tensor"),
     )
 )
-_KEEP = _CASTS | _RESHAPES | {"clone", "dropout"}
+_KEEP = CASTS | RESHAPES | {"clone", "dropout"}
 
 
 class Multiple(NamedTuple):
@@ -66,12 +66,12 @@ class Dependence:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, new: bool
     ) -> None:
         """One function was called; ``new`` where it is a projection itself."""
-        operands = _operands(args, kwargs)
+        operands = operands_of(args, kwargs)
         if name in _SHAPED:
             return
         if not new and not any(o in self._derived for o in operands):
             return
-        results = operands[:1] if name == "__setitem__" else _tensors(result)
+        results = operands[:1] if name == "__setitem__" else tensors(result)
         multiple = None if new else self._after(name, args, kwargs, operands, results)
         for part in results:
             self._derived[part] = True
@@ -87,17 +87,17 @@ class Dependence:
         operands: list[Tensor],
         results: list[Tensor],
     ) -> Multiple | None:
-        if name in _PRODUCTS and results:
+        if name in PRODUCTS and results:
             return self._product(name, args, kwargs, results[0])
         if not args or not isinstance(args[0], Tensor):
             return None
         known = self.multiple(args[0])
-        if known is None and name in _ADDITIONS and len(operands) == 2:
+        if known is None and name in ADDITIONS and len(operands) == 2:
             args, known = (args[1], args[0]), self.multiple(operands[1])  # mask + logits
         others = [o for o in operands if o is not args[0]]
         if known is None or any(o in self._derived for o in others):
             return None
-        if name in _KEEP or (name in _ADDITIONS and "alpha" not in kwargs):
+        if name in _KEEP or (name in ADDITIONS and "alpha" not in kwargs):
             return known
         if name in _MULTIPLY | _DIVIDE and len(args) == 2:
             number = _number(args[1])
