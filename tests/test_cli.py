@@ -92,7 +92,7 @@ def test_a_terminal_gets_a_table(models: Path, capsys: pytest.CaptureFixture[str
     sys.path.insert(0, str(models))
     import their_models  # type: ignore[import-not-found]
 
-    cli._print_plan(attncond.inspect(their_models.odd()), Console(width=200))
+    cli.inspect.print_plan(attncond.inspect(their_models.odd()), Console(width=200))
     shown = capsys.readouterr().out
     assert "MultiheadAttention" in shown
     assert "q 2x4x8" in shown
