@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.columns import COLUMNS, IDENTITY, TEXT
 from attncond.diagnose.compare import Comparison, compare
+from attncond.diagnose.files import write_text
 from attncond.diagnose.findings import Finding, find
 from attncond.errors import DiagnosisError
 from attncond.inspection import table
@@ -186,20 +186,25 @@ class Report:
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report; a file that is there is exchanged in one piece, or stays."""
-        path = Path(path)
-        text = json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner alone
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        return path
+        return write_text(
+            path, json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False) + "\n"
+        )
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        before: Report | None = None,
+        history: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a page to look at: one file that works offline, anywhere.
+
+        ``before``, an earlier report of the same model, adds what changed; ``history``, a monitor's
+        record, adds curves over the steps of training.
+        """
+        from attncond.diagnose import page
+
+        return page.write(path, self, before, history)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Report:
@@ -236,12 +241,6 @@ def _plain(value: Any) -> Any:
 
 def _value(name: str, value: Value) -> Value:
     return value if value is None or name in TEXT else float(value)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _width(head: tuple[str, ...], body: list[tuple[str, ...]]) -> int:
