@@ -24,35 +24,55 @@ class SourceError(ConditioningError):
     """The model that was asked for cannot be built, and why."""
 
 
-def build(source: str) -> nn.Module:
+def build(source: str, *, real: bool = False) -> nn.Module:
     """The model behind ``source``; weights are not loaded, nothing is downloaded.
+
+    ``real`` builds it on the CPU with the values that its constructor gives to weights and buffers;
+    otherwise it is on the meta device where that is possible.
 
     >>> build("timm:vit_tiny_patch16_224").num_classes  # doctest: +SKIP
     1000
     """
+    prefix, rest = split(source)
+    if prefix == "timm":
+        create = _from_timm(rest)
+    elif prefix == "hf":
+        create = _from_config(Path(rest))
+    else:
+        return _from_function(prefix, rest)
+    model = _without_memory(create, source)
+    return _for_real(create, model, source) if real else model
+
+
+def split(source: str) -> tuple[str, str]:
+    """What stands before and after the colon."""
     prefix, colon, rest = source.partition(":")
     if not colon or not rest or not prefix:
         hint = f" Did you mean {source}:FUNCTION, or timm:{source}?" if source and not colon else ""
         raise SourceError(f"'{source}' is not a model: give {_FORMS}.{hint}")
-    if prefix == "timm":
-        return _from_timm(rest)
-    if prefix == "hf":
-        return _from_config(Path(rest))
-    return _from_function(prefix, rest)
+    return prefix, rest
 
 
-def _close(name: str, known: Iterable[str]) -> str:
+def close(name: str, known: Iterable[str]) -> str:
+    """A question with the names that look alike, or nothing."""
     found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f" Did you mean {', '.join(found)}?" if found else ""
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
+    """Import what a model needs; nothing is ever downloaded through it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        missing = name.partition(".")[0]
+        if error.name not in (name, missing):
             raise
-        raise SourceError(f"{name} is not installed: pip install 'attncond[{name}]'") from None
+        wanted = {"timm": "attncond[timm]", "transformers": "attncond[transformers]"}
+        wanted["PIL"] = "pillow"
+        raise SourceError(
+            f"{missing} is not installed: pip install '{wanted.get(missing, missing)}'"
+        ) from None
 
 
 def _without_memory(create: Callable[[], nn.Module], what: str) -> nn.Module:
@@ -65,28 +85,59 @@ def _without_memory(create: Callable[[], nn.Module], what: str) -> nn.Module:
     try:
         return create()
     except Exception as error:
-        raise SourceError(f"{what} cannot be built: {_one_line(error)}") from error
+        raise SourceError(f"{what} cannot be built: {one_line(error)}") from error
 
 
-def _one_line(error: BaseException) -> str:
+def _for_real(create: Callable[[], nn.Module], sketch: nn.Module, what: str) -> nn.Module:
+    """Once more on the CPU: buffers that no checkpoint holds get their values in constructors."""
+    tensors = [*sketch.parameters(), *sketch.buffers()]
+    if not any(t.is_meta for t in tensors):
+        return sketch
+    need, free = sum(t.numel() * 4 for t in tensors), _free_memory()
+    if free is not None and need > free:
+        raise SourceError(
+            f"{what} has weights of {need / 1e9:.3g} GB in float32, and {free / 1e9:.3g} GB of "
+            "memory are free here. attncond inspect reads a model of any size."
+        )
+    try:
+        return create()
+    except Exception as error:
+        raise SourceError(f"{what} cannot be built: {one_line(error)}") from error
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # only Linux tells
+        return None
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), None)
+
+
+def one_line(error: BaseException) -> str:
+    """An error of somebody else's code, short enough to be a part of ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Validators announce in the first line what the second one says.
     text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
     return f"{type(error).__name__}: {text or 'no message'}"
 
 
-def _from_timm(name: str) -> nn.Module:
-    timm = _library("timm")
+def _from_timm(name: str) -> Callable[[], nn.Module]:
+    timm = library("timm")
     if not timm.is_model(name.split(".")[0]):
         raise SourceError(
             f"timm {timm.__version__} has no model '{name}'."
-            + _close(name, timm.list_models())
+            + close(name, timm.list_models())
             + " timm.list_models() lists them all."
         )
-    return _without_memory(lambda: timm.create_model(name, pretrained=False), f"timm:{name}")
+
+    def create() -> nn.Module:
+        model: nn.Module = timm.create_model(name, pretrained=False)
+        return model
+
+    return create
 
 
-def _from_config(path: Path) -> nn.Module:
+def _from_config(path: Path) -> Callable[[], nn.Module]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise SourceError(
@@ -102,12 +153,12 @@ def _from_config(path: Path) -> nn.Module:
         raise SourceError(
             f"{file} has no model_type: is it the config.json of a transformers model?"
         )
-    transformers = _library("transformers")
+    transformers = library("transformers")
     if kind not in transformers.CONFIG_MAPPING:
         own = " Its own code is not run here (trust_remote_code is never on)."
         raise SourceError(
             f"transformers {transformers.__version__} has no model type '{kind}'."
-            + (own if "auto_map" in content else _close(kind, transformers.CONFIG_MAPPING.keys()))
+            + (own if "auto_map" in content else close(kind, transformers.CONFIG_MAPPING.keys()))
         )
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -115,8 +166,11 @@ def _from_config(path: Path) -> nn.Module:
         )
     except Exception as error:
         raise SourceError(
-            f"{file} is not a valid {kind} configuration: {_one_line(error)}"
+            f"{file} is not a valid {kind} configuration: {one_line(error)}"
         ) from error
+
+    if getattr(config, "use_pretrained_backbone", False):
+        config.use_pretrained_backbone = False  # its constructor would download one
 
     def create() -> nn.Module:
         for name in config.architectures or ():
@@ -126,10 +180,21 @@ def _from_config(path: Path) -> nn.Module:
         model = transformers.AutoModel.from_config(config, trust_remote_code=False)
         return model
 
-    return _without_memory(create, f"hf:{path}")
+    return create
 
 
 def _from_function(module_name: str, function_name: str) -> nn.Module:
+    model = call(module_name, function_name, f" A model is {_FORMS}.")
+    if not isinstance(model, nn.Module):
+        raise SourceError(
+            f"{module_name}:{function_name}() returned no torch.nn.Module but a value of type "
+            f"{type(model).__name__}"
+        )
+    return model
+
+
+def call(module_name: str, function_name: str, hint: str = "") -> Any:
+    """What a function of the user's returns; its module is imported from here or installed."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -143,34 +208,29 @@ def _from_function(module_name: str, function_name: str) -> nn.Module:
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError) as error:
-        raise SourceError(f"no module named '{module_name}': {_one_line(error)}") from error
+        raise SourceError(f"no module named '{module_name}': {one_line(error)}") from error
     if spec is None:
         files = [p.stem for p in Path(here).glob("*.py")]
         raise SourceError(
             f"no module named '{module_name}' in the current directory or installed."
-            + _close(module_name, [*files, "timm", "hf"])
-            + f" A model is {_FORMS}."
+            + close(module_name, [*files, "timm", "hf"])
+            + hint
         )
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise SourceError(
-            f"importing {module_name} failed with {_one_line(error)} (--debug shows where)"
+            f"importing {module_name} failed with {one_line(error)} (--debug shows where)"
         ) from error
     factory = getattr(module, function_name, None)
     if factory is None:
         names = [n for n, value in vars(module).items() if callable(value)]
-        raise SourceError(f"{module_name} has no '{function_name}'." + _close(function_name, names))
+        raise SourceError(f"{module_name} has no '{function_name}'." + close(function_name, names))
     if not callable(factory):
         raise SourceError(f"{where} is not a function but of type {type(factory).__name__}")
     try:
-        model = factory()
+        return factory()
     except (Exception, SystemExit) as error:
         raise SourceError(
-            f"{where}() failed with {_one_line(error)} (--debug shows where)"
+            f"{where}() failed with {one_line(error)} (--debug shows where)"
         ) from error
-    if not isinstance(model, nn.Module):
-        raise SourceError(
-            f"{where}() returned no torch.nn.Module but a value of type {type(model).__name__}"
-        )
-    return model

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from attncond._version import __version__
-from attncond.cli import demo, inspect
+from attncond.cli import demo, diagnose, inspect
 from attncond.cli.common import examples
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app = typer.Typer(
     "Exit codes: 0 fine; 1 the job ran and found a problem; 2 a mistake in the call; 130 Ctrl-C.",
     epilog=examples(
         "attncond inspect timm:vit_base_patch16_224",
+        "attncond diagnose timm:vit_tiny_patch16_224 --out report.html",
         "attncond demo --out digits",
     ),
     no_args_is_help=True,
@@ -43,6 +44,7 @@ def _options(
 
 
 app.command("inspect", epilog=examples(*inspect.EXAMPLES))(inspect.inspect_command)
+app.command("diagnose", epilog=examples(*diagnose.EXAMPLES))(diagnose.diagnose_command)
 app.command("demo", epilog=examples(*demo.EXAMPLES))(demo.demo_command)
 
 __all__ = ["app"]
