@@ -13,6 +13,7 @@ from attncond.errors import (
 )
 from attncond.inspection import Plan, Unsupported, inspect
 from attncond.methods import Precondition, RemoveGap, Spectral
+from attncond.monitor import Monitor
 from attncond.sites import Projection, Site, fused, join, project, separate
 from attncond.weights import Certificate
 
@@ -22,6 +23,7 @@ __all__ = [
     "ConditioningError",
     "DiagnosisError",
     "Handle",
+    "Monitor",
     "NotFoldableError",
     "Plan",
     "Precondition",

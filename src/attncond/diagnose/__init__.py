@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ def diagnose(
     samples: int | None = 4,
     tokens: int | None = 32,
     jacobian: bool = True,
+    weights: bool = True,
     loss: Loss | None = None,
     time_budget: float | None = None,
     progress: bool | None = None,
@@ -53,6 +55,7 @@ def diagnose(
         tokens: Tokens that a Jacobian is computed with at the most, evenly spaced; None is all,
             which is slow: its cost grows with their cube.
         jacobian: Whether to compute the heads' Jacobians.
+        weights: Whether to compute the spectra of the weights.
         loss: For norms of gradients: a function of the model's output, ``"sum"`` of it, or
             ``"output"`` for its own ``.loss``. None leaves them out.
         time_budget: Seconds after which no new measurement is started; the report notes what is
@@ -91,7 +94,10 @@ def diagnose(
     diagnosis = Diagnosis(model, choose_sites(plan.sites, layers), options, clock)
     try:
         with unchanged(model), torch.inference_mode(False), clock:
-            diagnosis.measure_weights()
+            if weights:
+                diagnosis.measure_weights()
+            else:
+                diagnosis.weights = defaultdict(dict)
             if batch is not None:
                 _forward(model, batch, loss, diagnosis)
                 diagnosis.measure_jacobians()
