@@ -64,7 +64,7 @@ def test_version_and_help() -> None:
     assert call("--version").output.strip() == f"attncond {attncond.__version__}"
     whole = call("--help")
     assert whole.exit_code == 0
-    for command in ("inspect", "demo"):
+    for command in ("inspect", "diagnose", "demo"):
         assert f"attncond {command}" in whole.output  # an example of each
         assert f"attncond {command}" in call(command, "--help").output.split("Examples")[1]
 
@@ -223,6 +223,9 @@ def test_quick_demo_with_json(tmp_path: Path) -> None:
     assert facts == json.loads((tmp_path / "new" / "out" / "results.json").read_text())
     assert (tmp_path / "new" / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "not evidence" in result.stderr
+    page = tmp_path / "new" / "out" / "report.html"
+    assert "<!doctype html>" in page.read_text(encoding="utf-8").lower()
+    assert f"Open {page}" in result.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_exit_code_2(tmp_path: Path) -> None:
@@ -254,7 +257,8 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     assert f"{len(facts['runs'])} of 250 runs were finished and kept" in err
     assert "stock" in out  # the partial table
     assert "Traceback" not in out + err
-    assert {p.name for p in results.parent.iterdir()} == {"results.json", "figure.png"}
+    names = {p.name for p in results.parent.iterdir()}
+    assert names == {"results.json", "figure.png", "report.html"}  # stock and Spectral() are done
 
 
 def test_ctrl_c_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

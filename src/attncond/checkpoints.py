@@ -88,12 +88,12 @@ def read(path: Path) -> tuple[Tensors, Path]:
 def _file(path: Path) -> Tensors:
     with open(path, "rb") as stream:
         start = stream.read(64)
+    if path.suffix in _PICKLES or start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+        raise CheckpointError(f"{path} is a pickle. {_CONVERT}")
     if not start:
         raise CheckpointError(f"{path} is empty: was it copied or downloaded to the end?")
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is not the weights but a Git LFS pointer: run git lfs pull")
-    if path.suffix in _PICKLES or start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
-        raise CheckpointError(f"{path} is a pickle. {_CONVERT}")
     library("safetensors")
     from safetensors import SafetensorError
     from safetensors.torch import load_file

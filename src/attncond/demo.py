@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from attncond._version import __version__
 from attncond.conditioning import condition
+from attncond.diagnose import Report, diagnose
 from attncond.errors import ConditioningError
 from attncond.inspection import inspect
 from attncond.methods import Method, Precondition, RemoveGap, Spectral
@@ -49,6 +50,8 @@ RATES = {
 }
 TRAINING = {"batch_size": 64, "weight_decay": 0.05, "warmup": 0.1, "smoothing": 0.1}
 SPLIT_SEED = 0
+PAGE = ("stock", "Spectral()")  # before and after on the page
+_DIAGNOSED = 4
 
 Run = dict[str, Any]
 
@@ -128,8 +131,12 @@ def train(
     data: Digits,
     on_epoch: Callable[[int, float], None] = lambda epoch, accuracy: None,
     rate: float | None = None,
+    on_end: Callable[[nn.Module], None] = lambda model: None,
 ) -> Run:
-    """Train one variant from the weights and in the order that ``seed`` decides."""
+    """Train one variant from the weights and in the order that ``seed`` decides.
+
+    ``on_end`` gets the trained model.
+    """
     rate = RATES[variant] if rate is None else rate
     start = time.perf_counter()
     model = build_model(seed)
@@ -167,6 +174,8 @@ def train(
         losses.append(total / batches)
         accuracies.append(accuracy(model, data.test_images, data.test_labels))
         on_epoch(epoch, accuracies[-1])
+    seconds = time.perf_counter() - start
+    on_end(model)
     return {
         "variant": variant,
         "method": handle.config if handle else None,
@@ -178,7 +187,7 @@ def train(
         "kappa_stock": before,
         "kappa_start": at_start,
         "kappa_trained": condition_numbers(model),
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
     }
 
 
@@ -191,6 +200,7 @@ class Demo:
     epochs: int = 25
     command: str = "attncond demo"
     runs: list[Run] = field(default_factory=list)
+    reports: dict[str, Report] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Refuse before the first epoch what would fail after the last."""
@@ -221,10 +231,26 @@ class Demo:
                     ) -> None:
                         on_epoch(variant, seed, epoch, value)
 
-                    self.runs.append(train(variant, seed, self.epochs, data, report))
+                    def end(model: nn.Module, variant: str = variant, seed: int = seed) -> None:
+                        if seed == 0 and variant in PAGE:
+                            self.reports[variant] = _diagnosed(model, variant, self.epochs, data)
+
+                    run = train(variant, seed, self.epochs, data, report, on_end=end)
+                    self.runs.append(run)
                     self.write()
         finally:
             torch.set_num_threads(threads)
+
+    def write_page(self) -> Path | None:
+        """report.html: the conditioned model beside the stock one, once both are trained."""
+        before, after = (self.reports.get(variant) for variant in PAGE)
+        if before is None or after is None:
+            return None
+        path = self.out / "report.html"
+        try:
+            return after.to_html(path, before=before)
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     @property
     def complete(self) -> bool:
@@ -312,6 +338,18 @@ class Demo:
             "One small model, one schedule, 540 test images: an illustration, not evidence."
         )
         return "\n".join(lines)
+
+
+def _diagnosed(model: nn.Module, variant: str, epochs: int, data: Digits) -> Report:
+    """What a trained variant's attention does with the first test images."""
+    found = diagnose(model, data.test_images[:_DIAGNOSED], tokens=None, progress=False)
+    facts = {
+        "source": "attncond demo",
+        "weights": f"trained for {epochs} epochs, seed 0",
+        "input": f"the first {_DIAGNOSED} test images",
+        "method": None if VARIANTS[variant] is None else variant,
+    }
+    return replace(found, info={**found.info, **facts})
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -18,7 +18,10 @@ EXAMPLES = ("attncond demo", "attncond demo --quick --out quick --json")
 
 def demo_command(
     out: Annotated[
-        Path, typer.Option(help="Folder for results.json and figure.png.", show_default=True)
+        Path,
+        typer.Option(
+            help="Folder for results.json, figure.png and report.html.", show_default=True
+        ),
     ] = Path("attncond-demo"),
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Runs per variant.  [default: 2]")
@@ -91,8 +94,12 @@ def _finish_demo(study: Any, console: Console, *, as_json: bool, interrupted: bo
         replace_file(study.out / "figure.png", figure(study))
         console.print(table(study))
         console.print(study.verdict(), markup=False, highlight=False, soft_wrap=True)
-        print_path = f"Written: {study.out / 'results.json'}, {study.out / 'figure.png'}"
-        console.print(print_path, markup=False, highlight=False, soft_wrap=True)
+        page = study.write_page()
+        written = [study.out / "results.json", study.out / "figure.png", *([page] if page else [])]
+        told = [f"Written: {', '.join(map(str, written))}"]
+        if page:
+            told.append(f"Open {page} to see the attention of both models, layer by layer.")
+        console.print("\n".join(told), markup=False, highlight=False, soft_wrap=True)
     if interrupted:
         total = study.seeds * len(VARIANTS)
         kept = f"{len(study.runs)} of {total} runs were finished and kept"

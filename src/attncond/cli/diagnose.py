@@ -15,7 +15,14 @@ import typer
 
 from attncond.cli.common import Debug, Json, mistakes
 from attncond.diagnose import Comparison, Finding, Report
-from attncond.diagnose.command import Job, check_comparable, checked_output, read_earlier, write
+from attncond.diagnose.command import (
+    Job,
+    check_comparable,
+    check_heads,
+    checked_output,
+    read_earlier,
+    write,
+)
 from attncond.diagnose.inputs import Inputs, Wanted, choose
 from attncond.errors import DiagnosisError
 from attncond.loading import load
@@ -186,7 +193,12 @@ def diagnose_command(
                 "loss": loss,
                 "time_budget": time_budget,
             }
+            if weights_only and (images or text or batch):
+                raise DiagnosisError("--weights-only runs nothing: it takes no input")
+            if random_weights and checkpoint is not None:
+                raise DiagnosisError("give --checkpoint or --random-weights, not both")
             loaded = load(source, checkpoint, seed=seed, random=random_weights)
+            check_heads(loaded.model, options["heads"] or ())
             if before is not None:
                 check_comparable(loaded.model, before, earlier)
             prefix, rest = split(source)
