@@ -21,6 +21,8 @@ from attncond.inspection import table
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from attncond.diagnose.page import History
+
 __all__ = ["Report", "Row", "Spectrum"]
 
 SCHEMA = "attncond.report/1"
@@ -195,7 +197,7 @@ class Report:
         path: str | os.PathLike[str],
         *,
         before: Report | None = None,
-        history: Mapping[str, Any] | None = None,
+        history: History | None = None,
     ) -> Path:
         """Write a page to look at: one file that works offline, anywhere.
 

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Protocol
 
 from attncond._version import __version__
 from attncond.diagnose.columns import COLUMNS, TEXT
@@ -25,6 +25,17 @@ from attncond.errors import DiagnosisError
 __all__ = ["render", "write"]
 
 HISTORY = "attncond.history/1"
+
+
+class Recorded(Protocol):
+    """A monitor's history."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        ...
+
+
+History = Mapping[str, Any] | Recorded
 
 # One scope in the page: each uses what stands before it.
 _SCRIPTS = (
@@ -43,7 +54,7 @@ def write(
     path: str | os.PathLike[str],
     report: Report | None = None,
     before: Report | None = None,
-    history: Mapping[str, Any] | None = None,
+    history: History | None = None,
 ) -> Path:
     """Write a page of a report, of a history of training, or of both.
 
@@ -51,7 +62,7 @@ def write(
         path: The file, in a folder that exists; one that is there is exchanged in one piece.
         report: What :func:`attncond.diagnose` returned.
         before: An earlier report of the same model, to show what changed.
-        history: What a monitor recorded in training, as plain data.
+        history: What a monitor recorded in training, or the same as plain data.
 
     Raises:
         DiagnosisError: There is nothing to draw, or the parts do not fit together.
@@ -63,13 +74,13 @@ def write(
 def render(
     report: Report | None = None,
     before: Report | None = None,
-    history: Mapping[str, Any] | None = None,
+    history: History | None = None,
 ) -> str:
     """The text of the page that :func:`write` writes."""
-    if report is None and history is None:
-        raise DiagnosisError("there is nothing to draw: give a report, a history, or both")
     if before is not None and report is None:
         raise DiagnosisError("before= is drawn beside a report: give report= too")
+    if report is None and history is None:
+        raise DiagnosisError("there is nothing to draw: give a report, a history, or both")
     data: dict[str, Any] = {"meta": _meta(report, before)}
     if report is not None:
         data["report"] = report.to_dict()
@@ -77,7 +88,7 @@ def render(
         data["before"] = before.to_dict()
     if history is not None:
         data["history"] = _history(history)
-    source = data.get("report", {}).get("info") or data.get("history") or {}
+    source = data["report"]["info"] if report is not None else data["history"]
     style = _asset("style.css")
     script = "(() => {\n" + "".join(_asset(name) for name in _SCRIPTS) + "})();\n"
     return Template(_asset("template.html")).substitute(
@@ -88,7 +99,7 @@ def render(
         ),
         style=style,
         script=script,
-        static=_static(report, history),
+        static=_static(report, data.get("history")),
         data="\n".join(_block(name, content) for name, content in data.items()),
     )
 
@@ -109,21 +120,22 @@ def _meta(report: Report | None, before: Report | None) -> dict[str, Any]:
     return meta
 
 
-def _history(history: Mapping[str, Any]) -> Any:
-    schema = history.get("schema") if isinstance(history, Mapping) else None
+def _history(history: History) -> Any:
+    data: Any = history.to_dict() if hasattr(history, "to_dict") else history
+    schema = data.get("schema") if isinstance(data, Mapping) else None
     if schema != HISTORY:
         raise DiagnosisError(
             f"this is no history that this version of attncond draws: its schema is {schema!r}, "
             f"wanted is {HISTORY!r}"
         )
     try:
-        for record in history["records"]:
+        for record in data["records"]:
             int(record["step"])
             for row in record["rows"]:
                 row["layer"], row["values"].items()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DiagnosisError(f"the history is damaged: {error!r}") from error
-    return _plain(history)
+    return _plain(data)
 
 
 def _block(name: str, content: Any) -> str:

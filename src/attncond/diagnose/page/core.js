@@ -68,6 +68,8 @@ const NAMES = {
   jacobian_rank: "rank(J)",
   jacobian_tokens: "tokens of J",
   jacobian_status: "Jacobian",
+  jacobian_path: "J found by",
+  jacobian_kappa_error: "error of κ(J)",
   cls: "class",
   call: "run",
 };
