@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+import attncond as ac
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# Far above chance (10%, 10%, 50%, 10%), and below what each reaches: only a break is caught.
-ACCURACY = {"train_timm": 80.0, "train_pytorch": 85.0, "train_trainer": 90.0, "heads": 75.0}
+# Far above chance (50% for train_trainer, 10%), and below what each reaches: a break is caught.
+ACCURACY = {
+    "train_timm": 80.0,
+    "train_pytorch": 85.0,
+    "train_trainer": 90.0,
+    "heads": 75.0,
+    "monitor": 60.0,
+}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -37,6 +45,10 @@ def test_example(name: str, tmp_path: Path) -> None:
     if name == "heads":
         (counted,) = re.findall(r"cached or not: ([\d.]+)%", done.stdout)
         assert float(counted) > 60  # the third that is given is right in any case
+    if name == "monitor":
+        for variant in ("stock", "conditioned"):
+            assert len(ac.Monitor.read(tmp_path / f"{variant}.jsonl")) >= 6
+            assert "blocks.2.attn" in (tmp_path / f"{variant}.html").read_text(encoding="utf-8")
     for checkpoint in tmp_path.rglob("*.safetensors"):
         assert not [key for key in load_file(checkpoint) if "attncond" in key]
     saved = {p.name for p in tmp_path.rglob("*.safetensors")}

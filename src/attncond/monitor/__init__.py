@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attncond.diagnose import Batch, diagnose
-from attncond.diagnose.columns import TEXT
 from attncond.diagnose.guard import unwrapped
 from attncond.diagnose.run import choose_sites
 from attncond.errors import ConditioningError, DiagnosisError, UnsupportedAttentionError
@@ -255,16 +254,12 @@ class Monitor:
             weights=False,
             progress=False,
         )
-        return [
-            Row(
-                row.layer,
-                row.path,
-                row.head,
-                {k: row.number(k) for k in row.values if k not in TEXT},
-            )
-            for row in report.rows
-            if row.call == 0
-        ]
+        rows = []
+        for row in report.rows:
+            if row.call == 0:
+                numbers = {k: v for k, v in row.values.items() if not isinstance(v, str)}
+                rows.append(Row(row.layer, row.path, row.head, numbers))
+        return rows
 
     def _collect(self, patience: float | None) -> bool:
         """Log the measurement under way, if it ends within so many seconds; None: whenever."""

@@ -43,7 +43,7 @@ class Snapshot:
 
     weights: list[Weight]
     loss: Tensor | float | None
-    events: list[Any]
+    events: list[torch.cuda.Event]
 
     def wait(self) -> None:
         """Until the copies are there."""
@@ -96,7 +96,7 @@ class Stage:
             loss = full(loss.detach()).reshape(())
             devices.add(loss.device)
             loss = self._copy(loss)
-        events = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == "cuda"]
+        events = [_event(device) for device in devices if device.type == "cuda"]
         return Snapshot(weights, loss, events)
 
     def _copy(self, value: Tensor) -> Tensor:
@@ -112,6 +112,13 @@ class Stage:
             host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
             self._pinned[index] = host
         return host.copy_(value, non_blocking=True)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """What happens when all that is queued on a device so far is done."""
+    event = torch.cuda.Event(blocking=True)  # waiting for it must not take a core
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @torch.no_grad()
