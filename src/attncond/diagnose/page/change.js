@@ -2,10 +2,9 @@
 // ---- Before and after.
 
 function pairsOf(name) {
-  const old = earlier();
   const found = [];
   for (const row of ROWS) {
-    const past = old.get(keyOf(row));
+    const past = OLD.get(keyOf(row));
     const [before, after] = [past ? numberOf(past, name) : undefined, numberOf(row, name)];
     if (before !== undefined && after !== undefined) found.push({ row, before, after });
   }

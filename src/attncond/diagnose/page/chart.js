@@ -6,7 +6,7 @@ const finite = (values) => values.filter((value) => Number.isFinite(value));
 function ticksLinear(low, high, count) {
   const rough = (high - low) / Math.max(count, 1);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= rough * 0.999) * power;
+  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= rough * 0.75) * power;
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i += 1) found.push(i * step);
   return found;

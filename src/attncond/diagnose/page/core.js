@@ -34,7 +34,14 @@ function valueOf(row, name) {
 
 const numberOf = (row, name) => number(valueOf(row, name));
 const measured = (rows, name) => rows.some((row) => numberOf(row, name) !== undefined);
-const keyOf = (row) => JSON.stringify([row.layer, row.path, row.call, row.head]);
+
+// The same name for a row in every report of the model.
+const KEYS = new WeakMap();
+
+function keyOf(row) {
+  if (!KEYS.has(row)) KEYS.set(row, JSON.stringify([row.layer, row.path, row.call, row.head]));
+  return KEYS.get(row);
+}
 
 // Every column that some row has, the documented ones first; an unknown one is shown as it is.
 function columnsOf(rows) {
@@ -122,10 +129,10 @@ function where(row) {
 }
 
 // The rows of the report before, and what they say beside a number of now.
-const earlier = () => new Map((BEFORE ? BEFORE.rows : []).map((row) => [keyOf(row), row]));
+const OLD = new Map((BEFORE ? BEFORE.rows : []).map((row) => [keyOf(row), row]));
 
-function past(old, row, name) {
-  const found = old.get(keyOf(row));
+function past(row, name) {
+  const found = OLD.get(keyOf(row));
   return found ? ` (before: ${exact(numberOf(found, name))})` : "";
 }
 

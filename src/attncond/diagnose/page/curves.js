@@ -122,14 +122,15 @@ function jacobianSection() {
 }
 
 // Three shapes as well as three colours.
-function bound(name, x, y, attributes) {
-  if (name === "jacobian_kappa") return dot(x, y, { ...attributes, r: 3 });
-  if (name === "jacobian_paper_bound") return svg("line", { x1: x - 5, x2: x + 5, y1: y, y2: y, ...attributes, "stroke-width": 2 });
-  return svg("path", { d: `M${x - 4} ${y - 3.5}h8l-4 7z`, ...attributes, "fill-opacity": 0.55 });
+function bound(name, x, y, attributes, size = 1) {
+  if (name === "jacobian_kappa") return dot(x, y, { ...attributes, r: 3 * size });
+  if (name === "jacobian_paper_bound") return svg("line", { x1: x - 5 * size, x2: x + 5 * size, y1: y, y2: y, ...attributes, "stroke-width": 1 + size });
+  return svg("path", { d: `M${x - 4 * size} ${y - 3.5 * size}h${8 * size}l${-4 * size} ${7 * size}z`, ...attributes, "fill-opacity": 0.55 });
 }
 
 function drawJacobians(canvas, width, rows, state) {
-  const lines = heatGrid().filter((line) => line.cells.some((row) => rows.includes(row)));
+  const having = new Set(rows);
+  const lines = heatGrid().map((line) => ({ row: line.row, cells: line.cells.filter((row) => having.has(row)) })).filter((line) => line.cells.length);
   const shown = BOUNDS.filter(([name]) => state.has(name));
   const chart = frame(canvas, width, {
     height: 320,
@@ -138,16 +139,18 @@ function drawJacobians(canvas, width, rows, state) {
     label: "Condition numbers of the heads' Jacobians by layer",
   });
   const marks = [];
+  const most = Math.max(...lines.map((line) => line.cells.length));
+  const size = Math.min(Math.max((0.7 * chart.across.step) / most / 5, 0.4), 1); // many heads, small marks
   let j = 0;
   lines.forEach((line, at) => {
-    const cells = line.cells.filter((row) => rows.includes(row));
+    const { cells } = line;
     cells.forEach((row, h) => {
       const x = chart.across(at + (0.7 * (h + 0.5)) / cells.length - 0.35);
       shown.forEach(([name, text, role], i) => {
         const value = numberOf(row, name);
         const y = value === undefined ? null : chart.up(value);
         if (y === null) return;
-        chart.root.append(bound(name, x, y, { class: `mark ${role}` }));
+        chart.root.append(bound(name, x, y, { class: `mark ${role}` }, size));
         marks.push({ i: shown.length - 1 - i, j, x, y, text: `${where(row)}\n${text}: ${exact(value)}`, open: () => openRow(keyOf(row)) });
       });
       j += 1;
@@ -173,37 +176,36 @@ const PROFILES = [
 ];
 
 function depthSection() {
-  const old = earlier();
   const found = PROFILES.map(([title, names]) => [title, names.filter((name) => measured(WHOLES, name))]).filter(([, names]) => names.length);
   if (!found.length) return;
   const grid = el("div", { class: "profiles", id: "profiles" });
   for (const [title, names] of found) {
     const canvas = el("div", { class: "canvas" });
-    drawing(canvas, (box, width) => drawProfile(box, width, title, names, old));
+    drawing(canvas, (box, width) => drawProfile(box, width, title, names));
     const entries = names.length > 1 ? names.map((name) => [sampleLine({ class: `line ${name[0]}` }), roleName(name[0])]) : [];
-    if (old.size) entries.push([sampleLine({ class: "line plain", "stroke-dasharray": "3 4" }), "before"]);
+    if (OLD.size) entries.push([sampleLine({ class: "line plain", "stroke-dasharray": "3 4" }), "before"]);
     grid.append(el("figure", {}, el("figcaption", { title: meaningOf(names[0]) }, title), entries.length ? legend(...entries) : null, canvas));
   }
   section("depth", "Through the depth", el("p", { class: "hint" }, "Whole attentions in the order of the layers."), grid);
 }
 
-function drawProfile(canvas, width, title, names, old) {
+function drawProfile(canvas, width, title, names) {
   const values = (rows, name) => rows.map((row) => (row ? numberOf(row, name) : undefined));
-  const olds = WHOLES.map((row) => old.get(keyOf(row)));
+  const olds = WHOLES.map((row) => OLD.get(keyOf(row)));
   const all = names.flatMap((name) => [...values(WHOLES, name), ...values(olds, name)]).filter((v) => v !== undefined);
   const chart = frame(canvas, width, { height: 180, x: { names: WHOLES.map(shortName) }, y: { values: all, log: wantsLog(names[0]) }, label: title });
   const marks = [];
   names.forEach((name, i) => {
     const role = names.length > 1 ? name[0] : "q";
     const place = (list) => values(list, name).map((value, at) => [chart.across(at), value === undefined ? null : chart.up(value)]);
-    if (old.size) chart.root.append(trace(place(olds), { class: `line faint ${role}`, "stroke-dasharray": "3 4" }));
+    if (OLD.size) chart.root.append(trace(place(olds), { class: `line faint ${role}`, "stroke-dasharray": "3 4" }));
     const points = place(WHOLES);
     chart.root.append(trace(points, { class: `line ${role}` }));
     points.forEach(([x, y], j) => {
       if (y === null) return;
       const row = WHOLES[j];
       chart.root.append(dot(x, y, { class: `mark ${role}`, r: WHOLES.length > 40 ? 1.6 : 2.8 }));
-      marks.push({ i, j, x, y, text: `${where(row)}\n${labelOf(name)} = ${exact(numberOf(row, name))}${past(old, row, name)}`, open: () => openRow(keyOf(row)) });
+      marks.push({ i, j, x, y, text: `${where(row)}\n${labelOf(name)} = ${exact(numberOf(row, name))}${past(row, name)}`, open: () => openRow(keyOf(row)) });
     });
   });
   explorable(chart.root, marks);

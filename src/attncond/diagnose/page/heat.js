@@ -65,7 +65,6 @@ function cellText(known) {
 }
 
 function drawHeat(canvas, bar, width, { name, log }) {
-  const old = earlier();
   const lines = heatGrid();
   const count = 1 + Math.max(...extent(HEADS.map((row) => row.head)));
   const known = HEADS.map((row) => numberOf(row, name)).filter((value) => value !== undefined);
@@ -101,7 +100,7 @@ function drawHeat(canvas, bar, width, { name, log }) {
       }
       marks.push({
         i, j: row.head, x: x + wide / 2, y: y + tall / 2,
-        text: `${where(row)}\n${labelOf(name)} = ${exact(value)}${past(old, row, name)}`,
+        text: `${where(row)}\n${labelOf(name)} = ${exact(value)}${past(row, name)}`,
         open: () => openRow(keyOf(row)),
       });
     }

@@ -5,7 +5,7 @@ const FACTS = {
   date: "measured", batch: "batch", device: "device", dtype: "weights", samples: "samples at most", tokens: "tokens of a Jacobian at most",
   seconds: "seconds", attncond: "attncond", torch: "torch",
 };
-const SHOWN = 5;
+const SHOWN = innerWidth < 640 ? 3 : 5;
 
 function facts() {
   const info = REPORT ? REPORT.info : {};
