@@ -115,7 +115,7 @@ def test_badly_conditioned_and_singular_matrices():
 def test_raw_and_effective_weights_of_a_conditioned_model(method):
     model = encoder()
     handle = ac.condition(model, method)
-    with ac.Monitor(model, every=2) as monitor:
+    with ac.Monitor(model, every=2, patience=math.inf) as monitor:
         train(model, monitor)
         record = monitor.history[-1]
     attention = model.layers[1].self_attn
@@ -268,7 +268,7 @@ def test_a_probe_that_does_not_fit_is_told_at_once_and_later_only_in_a_warning()
         ac.Monitor(encoder(), batch=torch.randn(2, 5, 3))
     model = encoder()
     batch = batches(1)[0]
-    monitor = ac.Monitor(model, every=1, batch=lambda m: m(batch))
+    monitor = ac.Monitor(model, every=1, batch=lambda m: m(batch), patience=math.inf)
     batch = torch.randn(2, 5, 3)
     with pytest.warns(RuntimeWarning, match="probe failed at step 1"):
         monitor.step()
@@ -312,8 +312,10 @@ def test_what_it_measures():
         ac.Monitor(model, log=3)
     with pytest.raises(ac.DiagnosisError, match="meta"):
         ac.Monitor(encoder().to("meta"))
-    with ac.Monitor(model, every=1) as monitor, pytest.warns(RuntimeWarning, match="one number"):
+    monitor = ac.Monitor(model, every=1, patience=math.inf)
+    with pytest.warns(RuntimeWarning, match="one number"):
         monitor.step(loss=torch.zeros(2))
+    monitor.close()
 
 
 def test_steps_that_come_too_soon_are_left_out_and_said_so(monkeypatch):
@@ -357,6 +359,7 @@ class Broken:
 
 
 def test_loggers_of_all_kinds_and_one_that_fails(tmp_path, caplog):
+    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -389,7 +392,9 @@ def test_loggers_of_all_kinds_and_one_that_fails(tmp_path, caplog):
 
 def test_history_as_data_table_and_files(tmp_path):
     model = encoder()
-    with ac.Monitor(model, every=2, log=tmp_path / "a.jsonl", heads=True) as monitor:
+    with ac.Monitor(
+        model, every=2, log=tmp_path / "a.jsonl", heads=True, patience=math.inf
+    ) as monitor:
         train(model, monitor)
     assert ac.Monitor.read(tmp_path / "a.jsonl") == monitor.history
     assert ac.Monitor.read(monitor.to_json(tmp_path / "b.json")) == monitor.history
