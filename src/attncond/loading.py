@@ -20,6 +20,8 @@ from attncond.sources import build, library, one_line, split
 __all__ = ["Loaded", "load", "restore"]
 
 _GUESSING = 6.0  # seconds
+# Parts of transformers' models that come after all attention: they may be new and untrained.
+_ENDS = frozenset(("pooler", "classifier", "score", "qa_outputs", "lm_head", "cls"))
 
 
 @dataclass
@@ -102,6 +104,8 @@ def _pretrained(sketch: Any, tensors: Tensors, file: Path, source: str) -> Loade
     tops = {key.partition(".")[0] for key in known}
     heads = [key for key in unexpected if key.partition(".")[0] not in tops]
     notes = _prefix_note(prefix)
+    ends = [key for key in missing if set(key.split(".")) & _ENDS]
+    missing = [key for key in missing if key not in ends]
     if missing or shapes or len(heads) < len(unexpected):
         words = checkpoints.differences(missing, unexpected, shapes)
         raise CheckpointError(
@@ -112,6 +116,11 @@ def _pretrained(sketch: Any, tensors: Tensors, file: Path, source: str) -> Loade
         notes.append(
             f"{len(heads)} tensors of the checkpoint are of parts that {type(sketch).__name__} "
             f"does not have, and were left out: {', '.join(heads[:3])}"
+        )
+    if ends:
+        notes.append(
+            f"{len(ends)} tensors behind the attention are not in the checkpoint, and random: "
+            f"{', '.join(ends[:3])}"
         )
     return Loaded(model, str(file), notes, extra)
 
