@@ -89,3 +89,15 @@ def history(layers: int = 5, steps: int = 6, name: str = "Recorded") -> dict[str
             {"step": step, "rows": rows, "loss": None if step == 100 else 1 / (1 + step)}
         )
     return {"schema": "attncond.history/1", "model": name, "records": records}
+
+
+def known(rows, name):
+    return [r for r in rows if r.number(name) is not None]
+
+
+def heads(report):
+    return [r for r in report.rows if r.head is not None]
+
+
+def wholes(report):
+    return [r for r in report.rows if r.head is None]
