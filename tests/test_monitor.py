@@ -622,15 +622,16 @@ def test_on_a_gpu_nothing_waits():
     model = encoder().cuda()
     weight = model.layers[0].self_attn.in_proj_weight
     with ac.Monitor(model, every=1, patience=math.inf) as monitor:
+        loss = torch.ones((), device="cuda")
+        monitor.step(loss=loss)  # memory is pinned once
         monitor.flush()
         before = weight[:16].detach().cpu()
         torch.cuda._sleep(10**9)  # half a second of work ahead
         start = time.perf_counter()
-        loss = torch.ones((), device="cuda")
         monitor.step(loss=loss)
         with torch.no_grad():
             weight.zero_()
             loss.zero_()
         assert time.perf_counter() - start < 0.1
-        check(values(monitor.history[1]), "q", before)
-        assert monitor.history[1].loss == 1.0
+        check(values(monitor.history[2]), "q", before)
+        assert monitor.history[2].loss == 1.0

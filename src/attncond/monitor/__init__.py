@@ -10,17 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from attncond.diagnose import Batch, diagnose
 from attncond.diagnose.guard import unwrapped
-from attncond.diagnose.run import choose_sites
-from attncond.errors import ConditioningError, DiagnosisError, UnsupportedAttentionError
-from attncond.inspection import inspect, unsupported_table
+from attncond.monitor.checks import chosen, is_first_process, sharded
 from attncond.monitor.history import History, Journal, Record, Row
 from attncond.monitor.sinks import Log, scalars, sink_of
 from attncond.monitor.snapshot import Snapshot, Stage, measured
@@ -110,11 +107,11 @@ class Monitor:
             raise ValueError(f"roles must be some of 'qkv', not {roles!r}")
         self.batch, self.samples, self.tokens = batch, samples, tokens
         self.patience = patience
-        self.sites = _sites(self.model, layers)
-        sharded = _check_weights(self.model, gather, batch is not None)
-        self._main = _is_first_process()
-        self._takes_part = self._main or sharded
-        self._waits = sharded  # one process must not leave out what the others gather
+        self.sites = chosen(self.model, layers)
+        gathers = sharded(self.model, gather, batch is not None)
+        self._main = is_first_process()
+        self._takes_part = self._main or gathers
+        self._waits = gathers  # one process must not leave out what the others gather
         self._step = self._last = start
         self._probed = False
         self._warned: set[str] = set()
@@ -135,7 +132,7 @@ class Monitor:
         # A compiled training step that calls it must neither trace it nor depend on its counter.
         self._advance = torch.compiler.disable(self._advance_eagerly)
         done = {record.step for record in self._history}
-        if start == 0 or (self._due(start) and start not in done and not sharded):
+        if start == 0 or (self._due(start) and start not in done and not gathers):
             self._measure(start, None)
 
     def step(self, *, step: int | None = None, loss: Tensor | float | None = None) -> None:
@@ -220,8 +217,8 @@ class Monitor:
             return
         try:
             self._measure(self._step, loss)
-        except (ConditioningError, RuntimeError, ValueError) as error:
-            self._warn("measure", f"step {self._step} could not be measured: {error}")
+        except Exception as error:  # whatever it is, the training is worth more
+            self._warn("measure", f"step {self._step} could not be measured: {error!r}")
 
     def _measure(self, step: int, loss: Tensor | float | None) -> None:
         self._last = step
@@ -232,10 +229,10 @@ class Monitor:
         if self.batch is not None:
             try:
                 probed = self._probe()
-            except ConditioningError as error:
+            except Exception as error:
                 if not self._probed:  # a batch that never fits is the caller's mistake
                     raise
-                self._warn("probe", f"the probe failed at step {step}: {error}")
+                self._warn("probe", f"the probe failed at step {step}: {error!r}")
             self._probed = True
         if self._pool is None:
             self._pool = ThreadPoolExecutor(
@@ -291,7 +288,7 @@ class Monitor:
         for number, sink in enumerate(self._sinks):
             try:
                 sink(scalars(record), record.step)
-            except Exception as error:  # whatever a logger raises, the training is worth more
+            except Exception as error:
                 self._warn(f"sink {number}", f"logging failed at step {record.step}: {error!r}")
         return True
 
@@ -323,35 +320,3 @@ def _use_one_core(others: int) -> None:
     restore = threading.Thread(target=torch.set_num_threads, args=(others,))
     restore.start()
     restore.join()
-
-
-def _sites(model: nn.Module, layers: Iterable[int | str] | None) -> list[Any]:
-    plan = inspect(model)
-    if not plan.sites:
-        unread = f"\n\n{unsupported_table(plan.unsupported)}" if plan.unsupported else ""
-        raise UnsupportedAttentionError(
-            f"{type(model).__name__} has no attention to monitor.{unread}"
-        )
-    return choose_sites(plan.sites, layers)
-
-
-def _check_weights(model: nn.Module, gather: bool, probe: bool) -> bool:
-    """Whether weights are sharded; refused where that cannot be helped."""
-    if any(p.is_meta for p in model.parameters()):
-        raise DiagnosisError("the model is on the meta device and holds no numbers: load weights")
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
-        return False
-    if probe:
-        raise ConditioningError("a probe (batch=) cannot run on a model with sharded weights")
-    if not gather:
-        raise ConditioningError(
-            "the model's weights are sharded over processes (FSDP2), so that no process has them "
-            "whole. Pass gather=True, make a Monitor in every process, and step all of them."
-        )
-    return True
-
-
-def _is_first_process() -> bool:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return int(os.environ.get("RANK", "0")) == 0  # torchrun's, before the processes have met
