@@ -116,7 +116,13 @@ class _Transformers:
     def __init__(self, model: nn.Module, folder: Path | None, wanted: Wanted) -> None:
         self.model, self.folder, self.wanted = model, folder, wanted
         self.config: Any = model.config
-        self.names = inspect.signature(model.forward).parameters.keys()
+        parameters = inspect.signature(model.forward).parameters
+        self.names = parameters.keys()
+        self.required = {
+            p.name
+            for p in parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
         self.generator = torch.Generator().manual_seed(wanted.seed)
         self.words: list[str] = []
         self.notes: list[str] = []
@@ -132,8 +138,9 @@ class _Transformers:
         reads = bool({"input_ids", "decoder_input_ids"} & self.names)
         main = getattr(self.model, "main_input_name", None)
         odd = (_AUDIO | _PATCHES) & self.names
-        if (odd and not tokens_only) or main in _AUDIO or not (sees or reads):
-            takes = ", ".join(sorted(odd)) or ", ".join(list(self.names)[:3]) or "nothing"
+        need = self.required - {"input_ids", "decoder_input_ids", "pixel_values", "attention_mask"}
+        if need or (odd and not tokens_only) or main in _AUDIO or not (sees or reads):
+            takes = ", ".join(sorted(odd | need) or list(self.names)[:3]) or "nothing"
             raise DiagnosisError(
                 f"{name} takes {takes}, which attncond cannot make. {_HINT} (a dict of {takes})"
             )
@@ -156,8 +163,8 @@ class _Transformers:
         return next((part for part in found if hasattr(part, "to_dict")), self.config)
 
     def _pixels(self) -> dict[str, Tensor]:
-        vision = self._part("vision_config", "encoder")
-        size = getattr(vision, "image_size", None)
+        vision = self._part("vision_config", "image_config", "encoder")
+        size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None)
         if size is None:
             size = _IMAGE
             self.notes.append(f"the configuration names no image size: {_IMAGE} was taken")
