@@ -200,6 +200,7 @@ def test_not_finite_is_exit_code_1() -> None:
         ((SMALL, "--heads", "-1"), "takes numbers from 0"),
         ((SMALL, "--layers", "99"), "99 is none of the model's"),
         ((SMALL, "--layers", "nope.*"), "'nope.*' is none of the model's"),
+        ((SMALL, "--time-budget", "nan"), "--time-budget must be above 0"),
         ((SMALL, "--time-budget", "0"), "--time-budget must be above 0"),
         ((SMALL, "--loss", "mean"), "'sum' or 'output', not 'mean'"),
         ((SMALL, "--device", "abacus"), "--device abacus: this device cannot be used here"),
@@ -244,8 +245,9 @@ def test_options_reach_the_measurement() -> None:
     values = facts["rows"][1]["values"]
     assert "jacobian_status" in values
     assert float(values["q_grad_norm"]) >= 0
-    facts = json.loads(fine(SMALL, "--json", "--samples", "1", "--time-budget", "1e-9").stdout)
-    assert any("time budget" in note for note in facts["notes"])
+    for budget, cut in (("1e-9", True), ("inf", False)):
+        result = fine(SMALL, "--json", *QUICK, "--time-budget", budget)
+        assert any("time budget" in note for note in json.loads(result.stdout)["notes"]) is cut
 
 
 @pytest.mark.parametrize("source", ["timm:test_vit", "hf:bert"])

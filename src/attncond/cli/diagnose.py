@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -140,12 +141,13 @@ def diagnose_command(
         ),
     ] = None,
     time_budget: Annotated[
-        float | None,
+        float,
         typer.Option(
-            help="Seconds after which nothing new is measured, for each model.",
+            help="Seconds after which nothing new is measured, for each model; inf for no end. The "
+            "report says what is missing.",
             rich_help_panel=_MEASURE,
         ),
-    ] = None,
+    ] = 300,
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MEASURE)
     ] = "auto",
@@ -182,7 +184,7 @@ def diagnose_command(
             outputs = [checked_output(path) for path in out or ()]
             before = None if earlier is None else read_earlier(earlier)
             where = _device(device)
-            if time_budget is not None and not time_budget > 0:
+            if not time_budget > 0:
                 raise DiagnosisError(f"--time-budget must be above 0 seconds, not {time_budget:g}")
             options: dict[str, Any] = {
                 "layers": _layers(layers),
@@ -191,7 +193,7 @@ def diagnose_command(
                 "tokens": tokens,
                 "jacobian": jacobian,
                 "loss": loss,
-                "time_budget": time_budget,
+                "time_budget": None if math.isinf(time_budget) else time_budget,
             }
             if weights_only and (images or text or batch):
                 raise DiagnosisError("--weights-only runs nothing: it takes no input")
