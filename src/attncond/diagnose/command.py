@@ -32,17 +32,17 @@ class Job:
 
     def run(self, methods: Sequence[Method], before: Report | None) -> tuple[Report, Report | None]:
         """The report, and what to compare it with: ``before``, or the model without methods."""
-        model, corrections = self.loaded.model, self.loaded.corrections
-        spectral = next((m for m in methods if isinstance(m, Spectral)), None)
-        if corrections and spectral is None:
-            restore(model, corrections, None, self.loaded.weights)
-        if methods and before is None:
+        # Conditioned first: what cannot be is told before anything takes its time.
+        handles = [condition(self.loaded.model, method) for method in methods]
+        if self.loaded.corrections:
+            spectral = next((m for m in methods if isinstance(m, Spectral)), None)
+            restore(self.loaded.model, self.loaded.corrections, spectral, self.loaded.weights)
+        report = self._measure(methods)
+        if handles and before is None:
+            for handle in reversed(handles):
+                handle.remove()
             before = self._measure(())
-        for method in methods:
-            condition(model, method)
-        if corrections:
-            restore(model, corrections, spectral, self.loaded.weights)
-        return self._measure(methods), before
+        return report, before
 
     def _measure(self, methods: Sequence[Method]) -> Report:
         try:
