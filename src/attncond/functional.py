@@ -1,4 +1,4 @@
-"""The Jacobian of any differentiable function of weights, through torch.func."""
+"""The Jacobian of any differentiable function of weights: torch.func, or a graph that is there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attncond.errors import ConditioningError
 from attncond.lanczos import Side
+from attncond.written import Written
 
-__all__ = ["FunctionJacobian"]
+__all__ = ["FunctionJacobian", "GraphJacobian"]
 
 _CHUNK = 1 << 24  # elements of weights and outputs that are differentiated at once
+_CACHED = 1 << 19  # the same where a graph is short, and memory would limit it on a CPU
 
 
 class FunctionJacobian:
@@ -112,6 +114,108 @@ class FunctionJacobian:
             result[start : start + count] = part
         assert result is not None
         return result
+
+
+class GraphJacobian:
+    """J of an output in X_1·W_1, X_2·W_2, ..., which are leaves of its graph, taken on to the W_i.
+
+    ``leaves`` are ``(tokens, c_i)`` and ``lefts`` the tokens ``(tokens, r_i)`` that made them, in
+    any coordinates. Where a leaf is not the product itself but, token by token, ``maps[i]`` times
+    it, that is ``(tokens, c_i, d_i)``. Nothing is computed again: products with Jᵀ go back through
+    the graph that the output came with, and products with J through that of Jᵀu, linear in u.
+    """
+
+    def __init__(
+        self,
+        output: Tensor,
+        leaves: Sequence[Tensor],
+        lefts: Sequence[Tensor],
+        maps: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        self._output = output
+        self._leaves = tuple(leaves)
+        self._lefts = tuple(lefts)
+        self._maps = tuple(maps) if maps is not None else (None,) * len(self._leaves)
+        with torch.enable_grad():
+            self._cotangent = torch.zeros_like(output, requires_grad=True)
+
+    @property
+    def _shapes(self) -> list[tuple[int, int]]:
+        """Of each W, in the coordinates of the tokens."""
+        parts = zip(self._lefts, self._leaves, self._maps, strict=True)
+        return [(x.shape[1], (leaf if m is None else m).shape[-1]) for x, leaf, m in parts]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self._output.numel(), sum(r * d for r, d in self._shapes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the output is."""
+        return self._output.device
+
+    def forward(self, vector: Tensor) -> Tensor:
+        """J·v."""
+        split = vector.split([r * d for r, d in self._shapes])
+        tangents = []
+        for v, shape, x, m in zip(split, self._shapes, self._lefts, self._maps, strict=True):
+            t = x @ v.view(shape)
+            tangents.append(t if m is None else (m @ t[..., None])[..., 0])
+        with torch.enable_grad():
+            back = self._back(self._cotangent, create_graph=True)
+            pairs = [(b, t) for b, t in zip(back, tangents, strict=True) if b.requires_grad]
+            found = torch.autograd.grad(
+                [b for b, _ in pairs],
+                self._cotangent,
+                [t for _, t in pairs],
+                materialize_grads=True,
+            )
+        return found[0].flatten()
+
+    def adjoint(self, vector: Tensor) -> Tensor:
+        """Jᵀ·u."""
+        return self._weights(self._back(vector.view_as(self._output)), 1)[0]
+
+    def dense(self) -> Tensor:
+        """J, many rows at a time."""
+        rows, columns = self.shape
+        result = torch.empty(rows, columns, dtype=self._output.dtype, device=self.device)
+        each = columns + sum(leaf.numel() for leaf in self._leaves)
+        chunk = _CHUNK if self._output.is_cuda else _CACHED
+        step = max(1, min(256, chunk // each))
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            basis = torch.zeros(count, rows, dtype=self._output.dtype, device=self.device)
+            basis.diagonal(start).fill_(1)
+            back = self._back(basis.view(count, *self._output.shape), is_grads_batched=True)
+            result[start : start + count] = self._weights(back, count)
+        return result
+
+    def gram(self, side: Side) -> Tensor:
+        """JJᵀ or JᵀJ."""
+        return Written(self.dense()).gram(side)
+
+    def _weights(self, back: Sequence[Tensor], count: int) -> Tensor:
+        """Gradients in the leaves, one or ``count`` of each, as gradients in the weights."""
+        parts = []
+        for g, leaf, x, m in zip(back, self._leaves, self._lefts, self._maps, strict=True):
+            # A leaf that the output does not depend on has one gradient for all.
+            each = g.expand(count, *leaf.shape)
+            each = each if m is None else torch.einsum("bnc,ncd->bnd", each, m)
+            parts.append(torch.einsum("nr,bnd->brd", x, each).flatten(1))
+        return torch.cat(parts, 1)
+
+    def _back(self, cotangent: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            self._output,
+            self._leaves,
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+            **options,
+        )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ __all__ = [
     "derivatives",
     "gram",
     "jacobian_of",
+    "memory_limit",
 ]
 
 Path = Literal["closed form", "matrix-free", "dense"]
@@ -295,15 +296,18 @@ def _of_head(name: str, t: Tensor | None, h: int, ndim: int, count: int) -> Tens
     return t[h if len(t) == count else 0]
 
 
+def memory_limit(device: torch.device) -> int:
+    """The bytes that may be taken on a device if nobody says otherwise."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
+    return 8 << 30
+
+
 def _require(needed: int, device: torch.device, limit: int | None, remedy: str) -> None:
-    if limit is None:
-        if device.type == "cuda":
-            held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            limit = torch.cuda.mem_get_info(device)[0] + held
-        elif hasattr(os, "sysconf"):
-            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
-        else:
-            limit = 8 << 30
+    limit = memory_limit(device) if limit is None else limit
     if needed > limit:
         raise ConditioningError(
             f"this Jacobian needs about {needed / 1e9:.1f} GB, {limit / 1e9:.1f} GB are allowed: "

@@ -22,6 +22,7 @@ _SEED = 0x5EED
 SMALL = 256  # up to this side the SVD of the matrix itself is as fast, and more exact
 _EIGEN = 4096  # beyond this side all eigenvalues of a Gram matrix take minutes on a CPU
 _STEPS = 400
+_FALL = 1e-2  # from the last eigenvalue that counts to the next, which then is rounding
 
 
 class Operator(Protocol):
@@ -132,13 +133,16 @@ def largest(
         basis[k + 1] = image / length
 
 
-def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extremes:
+def extremes(
+    operator: Operator, bound: Bound, *, smallest: bool = True, count: bool = True
+) -> Extremes:
     """σ_max, and σ at the rank that ``bound`` names or that the numbers show.
 
     σ_max comes from Lanczos, the other end from Lanczos on the inverse: a Cholesky factor of the
     float64 Gram matrix from which the known null space is taken out. It is then corrected with J
     itself, so that the error is that of J and not of its square. A σ with
-    σ² < n·eps·σ_max², n the smaller side, is not given: None, which reads "unresolved".
+    σ² < n·eps·σ_max², n the smaller side, is not given: None, which reads "unresolved". So does a
+    rank that only ``count``ing can tell, unless singular values fall off behind it.
     """
     if min(operator.shape) <= SMALL and smallest:
         return _from_svd(operator, bound)
@@ -165,7 +169,7 @@ def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extr
         if low is not None and low[0] >= floor and low[1] <= 0.1 * low[0]:
             rank = bound.rank
             return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
-    if size > _EIGEN:
+    if size > _EIGEN or not count:
         return Extremes(sigma, error, None, None, known, rule or "numerical", None, floor)
     side = "rows" if rows <= columns else "columns"
     if full and rule:
@@ -175,7 +179,8 @@ def extremes(operator: Operator, bound: Bound, *, smallest: bool = True) -> Extr
     squares, vectors = torch.linalg.eigh(operator.gram(side))
     found = int((squares > floor**2).sum())
     rank = bound.rank if rule else found
-    if rank == 0 or float(squares[-rank]) < floor**2:
+    falls = bool(rule) or found in (0, size) or squares[-found - 1] < _FALL * squares[-found]
+    if rank == 0 or float(squares[-rank]) < floor**2 or not bool(falls):
         return Extremes(sigma, error, None, None, rank, rule or "numerical", found, floor)
     gaps = (squares - squares[-rank]).abs().sort().values
     low = _corrected(operator, side, vectors[:, -rank], float(gaps[1]) if size > 1 else 0.0)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import attncond as ac
-from attncond.diagnose import measure, run
+from attncond.diagnose import jacobians, measure
 from attncond.diagnose.guard import unwrapped
 
 
@@ -77,7 +77,7 @@ def test_nothing_changes_after_an_error(error, where, monkeypatch):
     elif where == "measure":
         monkeypatch.setattr(measure, "attention", fail)
     else:
-        monkeypatch.setattr(run, "solve", fail)
+        monkeypatch.setattr(jacobians.Job, "solve", fail)
     before = snapshot(model)
     with pytest.raises((error, ac.DiagnosisError)):
         ac.diagnose(model, batch)

@@ -10,7 +10,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from attncond.calls import tensors
 from attncond.diagnose.dependence import Dependence
 from attncond.errors import ConditioningError
-from attncond.heads import conditioned_heads
+from attncond.heads import Heads, conditioned_heads
 from attncond.interception import Interception, Logits, Matrix
 from attncond.sites import HIDDEN, Site
 
-__all__ = ["Captured", "ProjectionInput", "Scores", "watch"]
+__all__ = ["Call", "Captured", "ProjectionInput", "Scores", "split_heads", "watch"]
 
 _PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
 
@@ -48,6 +48,25 @@ class Scores:
     keys: int
     read: Callable[[int, slice], tuple[Tensor, Tensor]]
     """(item, heads) -> logits in float64, visible keys; both (heads, queries, keys)."""
+    value: Tensor | None = None
+    """(items, heads or fewer, keys, channels), what the attention matrix meets; sinks have none."""
+
+    def values(self, item: int, chosen: slice) -> Tensor | None:
+        """Those of some heads, (heads, keys, channels), in float64."""
+        if self.value is None:
+            return None
+        index = torch.arange(self.heads, device=self.value.device)[chosen]
+        return _wide(self.value[item, index * self.value.shape[1] // self.heads])
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The forward that an attention happened in, and which of its attentions it was."""
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    turn: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,15 +76,16 @@ class Captured:
     ``query``, ``key``, ``value`` (items, heads, tokens, channels), ``mask`` and ``causal`` are
     those of scaled_dot_product_attention; ``fixed``: the mask does not depend on queries, keys or
     values. Where attention is written out, ``product`` is q·kᵀ and ``matrix`` what meets the values
-    (both like the scores), if the logits are ``scale`` times the one plus something fixed.
+    (both like the scores), if the logits are ``scale`` times the one plus something fixed, and the
+    last ``sinks`` columns of the logits belong to no key.
     """
 
     site: Site
     scores: Scores
     tokens: Tensor | None  # (batch, tokens, channels), what the queries are projected from
     inputs: Sequence[ProjectionInput]
-    gap: bool
-    preconditioned: bool
+    conditioned: Heads | None
+    call: Call
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
@@ -75,6 +95,12 @@ class Captured:
     fixed: bool = True
     product: Tensor | None = None
     matrix: Tensor | None = None
+    sinks: bool = False
+
+    @property
+    def gap(self) -> bool:
+        """Whether what meets the values is P − U."""
+        return self.conditioned is not None and self.conditioned.gap is not None
 
 
 Sink = Callable[[Captured], None]
@@ -89,12 +115,13 @@ class _Session:
 class Observer(Interception):
     """Sees the attention of one forward of one module, and hands it to the session's sink."""
 
-    def __init__(self, sites: list[Site], session: _Session, args: Any, kwargs: Any) -> None:
+    def __init__(self, sites: list[Site], session: _Session, call: Call) -> None:
         first = sites[0]
         super().__init__(None, None, first.hidden, first.softmax, len(sites), first.path)
         self.sites = sites
         self.session = session
-        self.arguments = _floating((*args, *kwargs.values()))
+        self.call = call
+        self.arguments = _floating((*call.args, *call.kwargs.values()))
         self.inputs: list[ProjectionInput] = []
         self.pending: dict[int, tuple[Logits, int]] = {}
         self.dependence = Dependence()
@@ -156,18 +183,18 @@ class Observer(Interception):
                 f"nested tensors in the attention of {self.path or 'the model'} cannot be "
                 "diagnosed; use padded tensors and a mask"
             )
-        site, scale = self._next_site(), rest.get("scale")
+        turn, site, scale = self.acted, self._next_site(), rest.get("scale")
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         heads, shared = site.heads, site.heads
         if (p := site.projection("k")) is not None and key.shape[:-2] != query.shape[:-2]:
             shared = p.heads
-        q = _split_heads(query.detach(), heads)
-        k, v = (_split_heads(t.detach(), shared) for t in (key, value))
+        q = split_heads(query.detach(), heads)
+        k, v = (split_heads(t.detach(), shared) for t in (key, value))
         count, queries, keys = q.shape[1], q.shape[2], k.shape[2]
         mask = attn_mask
         if mask is not None:
             whole = (*query.shape[:-1], keys)
-            mask = _split_heads(mask.detach().expand(whole), heads)
+            mask = split_heads(mask.detach().expand(whole), heads)
 
         def read(item: int, chosen: slice) -> tuple[Tensor, Tensor]:
             index = torch.arange(count, device=k.device)[chosen] * k.shape[1] // count
@@ -185,7 +212,8 @@ class Observer(Interception):
 
         self._hand_over(
             site,
-            Scores(q.shape[0], count, queries, keys, read),
+            Scores(q.shape[0], count, queries, keys, read, v),
+            turn,
             query=q,
             key=k,
             value=v,
@@ -225,13 +253,13 @@ class Observer(Interception):
 
     def _written_out(self, logits: Logits, dim: int, matrix: Tensor, value: Tensor | None) -> None:
         """softmax(logits) met the values, as ``matrix`` and, if that came first, ``value``."""
-        site = self._next_site()
+        turn, site = self.acted, self._next_site()
         self.acted -= 1  # super()._product counts it
-        tensor = _split_heads(logits.tensor.detach().movedim(dim, -1), site.heads)
+        tensor = split_heads(logits.tensor.detach().movedim(dim, -1), site.heads)
         visible = None
         if logits.visible is not None and not logits.sinks:
             visible = logits.visible.expand_as(logits.tensor).movedim(dim, -1)
-            visible = _split_heads(visible, site.heads)
+            visible = split_heads(visible, site.heads)
 
         def read(item: int, chosen: slice) -> tuple[Tensor, Tensor]:
             part = _wide(tensor[item, chosen])
@@ -242,16 +270,21 @@ class Observer(Interception):
 
         items, heads, queries, keys = tensor.shape
         known = self.dependence.multiple(logits.tensor)
-        plain = dim in (-1, logits.tensor.ndim - 1) and not logits.sinks
-        if known is None or value is None or not plain:
-            self._hand_over(site, Scores(items, heads, queries, keys, read))
+        last = dim in (-1, logits.tensor.ndim - 1)
+        v = None if value is None or not last else split_heads(value.detach(), site.heads)
+        fits = v is not None and v.shape[0] == items and heads % v.shape[1] == 0
+        fits = fits and v is not None and v.shape[2] in (keys, queries if logits.sinks else keys)
+        scores = Scores(items, heads, queries, keys, read, v if fits else None)
+        if known is None or v is None or logits.sinks:
+            self._hand_over(site, scores, turn, value=v, sinks=logits.sinks)
             return
         shape = (items, heads, queries, keys)
         product = known.product().detach()
         self._hand_over(
             site,
-            Scores(items, heads, queries, keys, read),
-            value=_split_heads(value.detach(), site.heads),
+            scores,
+            turn,
+            value=v,
             product=product.reshape(shape) if product.numel() == tensor.numel() else None,
             matrix=matrix.detach().reshape(shape) if matrix.numel() == tensor.numel() else None,
             scale=known.factor,
@@ -263,8 +296,7 @@ class Observer(Interception):
         self.acted += 1
         return site
 
-    def _hand_over(self, site: Site, scores: Scores, **known: Any) -> None:
-        heads = self.conditioned
+    def _hand_over(self, site: Site, scores: Scores, turn: int, **known: Any) -> None:
         with torch.no_grad():
             self.session.sink(
                 Captured(
@@ -272,8 +304,8 @@ class Observer(Interception):
                     scores,
                     self._tokens(site, scores.queries),
                     self.inputs,
-                    gap=heads is not None and heads.gap is not None,
-                    preconditioned=heads is not None and heads.precondition is not None,
+                    self.conditioned,
+                    replace(self.call, turn=turn),
                     **known,
                 )
             )
@@ -330,7 +362,7 @@ def _observe(sites: list[Site], session: _Session, calls: Counter[int]) -> None:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls[id(module)] += 1
-        observer = Observer(sites, session, args, kwargs)
+        observer = Observer(sites, session, Call(original, args, kwargs, 0))
         session.stack.append(observer)
         try:
             with observer:
@@ -346,7 +378,7 @@ def _wide(t: Tensor) -> Tensor:
     return (t.cpu() if t.device.type == "mps" else t).detach().double()
 
 
-def _split_heads(t: Tensor, heads: int) -> Tensor:
+def split_heads(t: Tensor, heads: int) -> Tensor:
     """(..., rows, columns) as (items, heads, rows, columns); all one head where none are found."""
     lead = t.shape[:-2]
     if lead and lead[-1] != heads and lead[-1] % heads == 0 and len(lead) == 1:

@@ -53,6 +53,10 @@ COLUMNS: dict[str, str] = {
         f"raw_{name}": f"the same of the softmax, before gap removal: {text}"
         for name, text in _ATTENTION.items()
     },
+    "output_kappa": "condition number of the head's output A, (queries, head_dim), conditioned as "
+    "it leaves the head; inf where singular in float64",
+    "output_sigma_max": "its largest singular value",
+    "output_sigma_min": "its smallest",
     "logit_max": "largest absolute logit that is not masked",
     "logit_rms": "root mean square of the logits that are not masked",
     "tokens": "tokens that the queries are projected from",
@@ -61,13 +65,16 @@ COLUMNS: dict[str, str] = {
     "token_rms": "root mean square of the input's entries",
     **_weights(),
     "jacobian_kappa": "κ of the head's Jacobian in W_Q, W_K, W_V at its structural rank",
+    "jacobian_kappa_error": "an estimate of its absolute error",
     "jacobian_sigma_max": "its largest singular value",
     "jacobian_sigma_min": "its smallest singular value at that rank",
     "jacobian_rank": "the structural rank",
     "jacobian_tokens": "tokens that it was computed with",
     "jacobian_paper_bound": "right side of Thm 3.4 of arXiv:2603.07162, which is not a bound",
     "jacobian_certificate": "a bound on κ that holds; inf where there is none",
-    "jacobian_status": "closed form, unresolved, or why there is none",
+    "jacobian_path": "how it was computed: closed form, dense (the module's own code run again in "
+    "float64 and differentiated) or matrix-free (the same, too large to write down: no κ)",
+    "jacobian_status": "the path, unresolved, or why there is none",
 }
 
-TEXT = frozenset(("path", "cls", "kind", "jacobian_status"))
+TEXT = frozenset(("path", "cls", "kind", "jacobian_path", "jacobian_status"))

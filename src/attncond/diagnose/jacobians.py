@@ -8,7 +8,7 @@ compared with what reached the attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,17 +17,20 @@ from torch import Tensor
 from attncond.diagnose.bounds import BoundedHead, certificate, paper_bound
 from attncond.diagnose.capture import Captured, ProjectionInput, as_tokens
 from attncond.diagnose.measure import Values, spread
+from attncond.diagnose.replayed import CLOSE, ReplayJob, replay_of, spectrum_values
+from attncond.diagnose.tokenwise import ReplayError
+from attncond.effective import effective, full, records
 from attncond.errors import ConditioningError
 from attncond.jacobian import attention_jacobian
-from attncond.sites import Projection, Role
+from attncond.sites import Projection, Role, Site
 
-__all__ = ["Job", "NotCoveredError", "job_of", "solve"]
+__all__ = ["Job", "NotCoveredError", "job_of", "used_weight"]
 
-_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_ROLES: tuple[Role, Role, Role] = ("q", "k", "v")
 
 
 class NotCoveredError(Exception):
-    """Why the closed form does not cover an attention."""
+    """Why an attention's Jacobians cannot be computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,7 @@ class Job:
 
     x: Tensor
     x_kv: Tensor | None
-    weights: tuple[Tensor, Tensor, Tensor]  # all heads: (heads, head_dim, in)
+    projections: tuple[Projection, Projection, Projection]  # read anew: they are large in float64
     biases: tuple[Tensor | None, Tensor | None, Tensor | None]
     scale: float
     mask: Tensor | None  # (heads or 1, queries, keys)
@@ -48,8 +51,8 @@ class Job:
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """W_Q, W_K, W_V and mask of the head."""
-        heads = len(self.weights[0])
-        q, k, v = (w[self.head * len(w) // heads] for w in self.weights)
+        heads = self.projections[0].heads
+        q, k, v = (used_weight(p)[self.head * p.heads // heads].double() for p in self.projections)
         mask = self.mask
         if mask is not None:
             mask = mask[self.head if len(mask) > 1 else 0]
@@ -57,8 +60,18 @@ class Job:
 
     def bias(self, index: int) -> Tensor | None:
         """One of the biases of the head."""
-        bias, heads = self.biases[index], len(self.weights[0])
+        bias, heads = self.biases[index], self.projections[0].heads
         return None if bias is None else bias[self.head * len(bias) // heads]
+
+    def solve(self) -> Values:
+        """κ of the head's Jacobian, the paper's bound and the certificate."""
+        return _solve(self)
+
+
+def used_weight(p: Projection) -> Tensor:
+    """The weight that the forward pass uses, (heads, head_dim, in)."""
+    raw = full(p.raw.detach())
+    return p.matrix(effective(p.owner, p.name, raw) if p.name in records(p.owner) else raw)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +82,25 @@ class _Source:
     tensor: Tensor  # where x comes from
 
 
-def job_of(captured: Captured, weights: dict[Role, Tensor], tokens: int | None) -> Job:
+def job_of(captured: Captured, heads: Sequence[int], tokens: int | None) -> Job | ReplayJob:
     """What the Jacobians of an attention's heads need, for the first item of the batch.
 
-    ``weights`` are effective ones, (heads, head_dim, in). Raises `NotCoveredError`.
+    Where the closed form does not cover it, the attention is run again. Raises `NotCoveredError`.
     """
+    try:
+        return _closed_form(captured, tokens)
+    except NotCoveredError as plain:
+        try:
+            return replay_of(captured, heads, tokens)
+        except ReplayError as error:
+            raise NotCoveredError(f"{plain}, and {error}") from error
+
+
+def _closed_form(captured: Captured, tokens: int | None) -> Job:
     site = captured.site
-    if captured.gap or captured.preconditioned:
+    if captured.conditioned is not None:
         raise NotCoveredError("its heads are conditioned (RemoveGap, Precondition)")
+    weights = {p.role: used_weight(p) for p in site.projections}
     if captured.query is None or captured.key is None or captured.value is None:
         return _written_out(captured, weights, tokens)
     if not captured.fixed:
@@ -108,7 +132,7 @@ def job_of(captured: Captured, weights: dict[Role, Tensor], tokens: int | None) 
     return Job(
         q.x[rows],
         None if same else k.x[columns],
-        (weights["q"].double(), weights["k"].double(), weights["v"].double()),
+        _by_role(site),
         (q.bias, k.bias, v.bias),
         captured.scale * q.factor * k.factor,
         mask,
@@ -125,7 +149,7 @@ def _written_out(captured: Captured, weights: dict[Role, Tensor], tokens: int | 
         raise NotCoveredError("its queries, keys and values are not found head by head")
     logits, visible = captured.scores.read(0, slice(None))
     p = torch.softmax(logits.masked_fill(~visible, -math.inf), -1).nan_to_num(0.0)
-    limit = _CLOSE.get(product.dtype, 0.05)
+    limit = CLOSE.get(product.dtype, 0.05)
     # Some compute the softmax in float32, whatever the rest is in.
     if float((captured.matrix[0].double() - p).norm()) > max(limit, 1e-5) * float(p.norm()):
         raise NotCoveredError("its attention matrix is changed after the softmax")
@@ -150,7 +174,7 @@ def _written_out(captured: Captured, weights: dict[Role, Tensor], tokens: int | 
     return Job(
         q.x[rows],
         None if same else k.x[columns],
-        (weights["q"].double(), weights["k"].double(), w_v.double()),
+        _by_role(site),
         (q.bias, k.bias, v.bias),
         scale,
         None if mask is None else mask[:, rows][:, :, columns],
@@ -165,7 +189,7 @@ def _logit_sources(
     product: Tensor,
 ) -> tuple[_Source, _Source, float]:
     """The inputs with which the claimed weights make the product, and its factor."""
-    limit, got = _CLOSE.get(product.dtype, 0.05), product.double()
+    limit, got = CLOSE.get(product.dtype, 0.05), product.double()
     groups = len(weights["q"]) // len(weights["k"])
     for q in _candidates(captured, p_q, weights["q"], got.shape[1]):
         for k in _candidates(captured, p_k, weights["k"], got.shape[2]):
@@ -180,6 +204,14 @@ def _logit_sources(
     )
 
 
+def _by_role(site: Site) -> tuple[Projection, Projection, Projection]:
+    q, k, v = (site.projection(role) for role in _ROLES)
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    return q, k, v
+
+
 def _both(mask: Tensor, seen: Tensor) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
 
@@ -188,7 +220,7 @@ def _source(captured: Captured, p: Projection, weight: Tensor, got: Tensor) -> _
     """The input and bias with which a claimed weight makes ``got`` (heads, tokens, channels)."""
     if weight.shape[0] != got.shape[0] or weight.shape[1] != got.shape[2]:
         raise NotCoveredError(f"{p.role.upper()} reaches attention in another shape")
-    limit, wide = _CLOSE.get(got.dtype, 0.05), got.double()
+    limit, wide = CLOSE.get(got.dtype, 0.05), got.double()
     for source, want in _candidates(captured, p, weight, got.shape[1]):
         factor = float((want * wide).sum() / want.square().sum())
         if factor and float((wide / factor - want).norm()) <= limit * float(want.norm()):
@@ -227,8 +259,7 @@ def _biases(given: ProjectionInput, p: Projection) -> Iterator[Tensor | None]:
             yield bias[rows.to(bias.device)]
 
 
-def solve(job: Job) -> Values:
-    """κ of one head's Jacobian, the paper's bound and the certificate."""
+def _solve(job: Job) -> Values:
     w_q, w_k, w_v, mask = job.parts()
     try:
         found = attention_jacobian(
@@ -245,14 +276,7 @@ def solve(job: Job) -> Values:
         )
     except ConditioningError as error:
         return {"jacobian_status": f"not measured: {error}"}
-    values: Values = {
-        "jacobian_kappa": found.kappa,
-        "jacobian_sigma_max": found.sigma_max,
-        "jacobian_sigma_min": found.sigma_min,
-        "jacobian_rank": None if found.rank is None else float(found.rank),
-        "jacobian_tokens": float(len(job.x)),
-        "jacobian_status": found.path if found.resolved else "unresolved",
-    }
+    values = spectrum_values(found) | {"jacobian_tokens": float(len(job.x))}
     x = job.x.double()
     head = BoundedHead.of(
         x,

@@ -11,6 +11,7 @@ from torch import Tensor
 from attncond.diagnose.capture import Scores
 from attncond.linalg import spectral_norm
 from attncond.methods.gap import uniform
+from attncond.methods.precondition import Precondition
 
 __all__ = ["Values", "attention", "singular_values", "spread", "tokens", "weight"]
 
@@ -110,19 +111,24 @@ def attention(
     heads: Sequence[int],
     *,
     gap: bool = False,
+    precondition: Precondition | None = None,
     samples: int | None = None,
 ) -> list[Values]:
-    """Entropy, saturation, logits and the spectrum of each head's attention matrix.
+    """Entropy, saturation, logits, the spectrum of each head's attention matrix and its output's.
 
     Means over the items of the batch (``samples`` of them at the most) and their queries.
-    ``gap``: what meets the values is P − U; P itself is reported as "raw". Queries that see fewer
-    than two keys have no choice and do not count for entropy and saturation.
+    ``gap``: what meets the values is P − U; P itself is reported as "raw". ``precondition`` is what
+    the product with them goes through. Queries that see fewer than two keys have no choice and do
+    not count for entropy and saturation.
     """
     step = max(1, _CHUNK // max(1, scores.queries * scores.keys))
     result: list[Values] = []
     items = spread(scores.items, samples)
     for part in _runs(heads, step):
-        found = [_measured(*scores.read(i, part), gap=gap) for i in items]
+        found = [
+            _measured(*scores.read(i, part), scores.values(i, part), gap, precondition)
+            for i in items
+        ]
         for h in range(part.stop - part.start):
             result.append(_merged([{k: v[h] for k, v in f.items()} for f in found], gap))
     return result
@@ -139,7 +145,13 @@ def _runs(heads: Sequence[int], step: int) -> list[slice]:
     return runs
 
 
-def _measured(logits: Tensor, visible: Tensor, *, gap: bool) -> dict[str, Tensor]:
+def _measured(
+    logits: Tensor,
+    visible: Tensor,
+    value: Tensor | None,
+    gap: bool,
+    precondition: Precondition | None,
+) -> dict[str, Tensor]:
     """Sums over the queries of one item, for each head: (heads, queries, keys) -> (heads,)."""
     count = visible.sum(-1)
     hidden = logits.masked_fill(~visible, -math.inf)
@@ -161,7 +173,19 @@ def _measured(logits: Tensor, visible: Tensor, *, gap: bool) -> dict[str, Tensor
     if gap:
         found |= {f"raw_{k}": v for k, v in _spectrum(p).items()}
         p = p - uniform(visible, -1, p.dtype)
+    if value is not None and not (gap and value.shape[1] < p.shape[2]):
+        output = p[..., : value.shape[1]] @ value.to(p.device)
+        found |= _output(output if precondition is None else precondition.equilibrate(output))
     return {k: v.cpu() for k, v in (found | _spectrum(p)).items()}
+
+
+def _output(a: Tensor) -> dict[str, Tensor]:
+    """Ends of the spectrum of heads' outputs, (heads, queries, channels)."""
+    sigma = singular_values(a)
+    top, low = sigma[:, 0], sigma[:, -1]
+    resolved = low > max(a.shape[1:]) * _EPS * top
+    kappa = torch.where(resolved | top.isnan(), top / low, math.inf)
+    return {"output_sigma_max": top, "output_sigma_min": low, "output_kappa": kappa}
 
 
 def _spectrum(p: Tensor) -> dict[str, Tensor]:
@@ -210,6 +234,9 @@ def _merged(items: list[dict[str, Tensor]], gap: bool) -> Values:
         for prefix in ("", "raw_"):
             source = f"raw_attention_{name}" if prefix and gap else f"attention_{name}"
             values[f"{prefix}attention_{name}"] = total[source] / len(items)
+    for name in ("output_sigma_max", "output_sigma_min", "output_kappa"):
+        if name in total:
+            values[name] = total[name] / len(items)
     return values
 
 

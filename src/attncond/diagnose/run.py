@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from attncond._version import __version__
 from attncond.diagnose import measure
 from attncond.diagnose.capture import Captured, watch
-from attncond.diagnose.jacobians import Job, NotCoveredError, job_of, solve
+from attncond.diagnose.jacobians import Job, NotCoveredError, job_of, used_weight
 from attncond.diagnose.measure import Values
 from attncond.diagnose.progress import Clock
+from attncond.diagnose.replayed import ReplayJob
 from attncond.diagnose.report import Report, Row, Spectrum
-from attncond.effective import effective, full, records
+from attncond.effective import full, records
 from attncond.errors import DiagnosisError
 from attncond.inspection import Unsupported
-from attncond.sites import Projection, Role, Site, class_name
+from attncond.sites import Projection, Site, class_name
 
 __all__ = ["Diagnosis", "Options", "choose_sites"]
 
@@ -78,7 +79,7 @@ class Diagnosis:
         self.values: dict[tuple[int, int, int | None], Values] = {}
         self.spectra: list[Spectrum] = []
         self.calls: Counter[int] = Counter()
-        self.jobs: list[tuple[int, int, Job]] = []
+        self.jobs: list[tuple[int, int, Job | ReplayJob]] = []
         self.notes: list[str] = []
         self.skipped: Counter[str] = Counter()
         self.ran = False
@@ -107,7 +108,7 @@ class Diagnosis:
         raw = p.matrix(full(p.raw.detach()))
         versions = [("raw_", raw)]
         if p.name in records(p.owner):
-            versions.append(("", _effective(p)))
+            versions.append(("", used_weight(p)))
         for prefix, matrix in versions:
             both = [prefix] if len(versions) > 1 else ["raw_", ""]
             whole = measure.singular_values(matrix.flatten(0, 1))
@@ -178,7 +179,14 @@ class Diagnosis:
         scores = captured.scores
         told = scores.heads == site.heads
         heads = self.heads(site) if told else list(range(scores.heads))
-        found = measure.attention(scores, heads, gap=captured.gap, samples=self.options.samples)
+        conditioned = captured.conditioned
+        found = measure.attention(
+            scores,
+            heads,
+            gap=captured.gap,
+            precondition=None if conditioned is None else conditioned.precondition,
+            samples=self.options.samples,
+        )
         whole |= _over_heads(found)
         if told:
             for h, values in zip(heads, found, strict=True):
@@ -188,18 +196,14 @@ class Diagnosis:
         self.clock.step()
 
     def _prepare_jacobian(self, captured: Captured, layer: int, call: int) -> None:
-        weights: dict[Role, Tensor] = {}
-        for p in captured.site.projections:
-            known = p.name in records(p.owner)
-            weights[p.role] = _effective(p) if known else p.matrix(full(p.raw.detach()))
-        status = "not measured: time budget"
+        status, heads = "not measured: time budget", self.heads(captured.site)
         try:
-            job = job_of(captured, weights, self.options.tokens)
-            for h in self.heads(captured.site):
+            job = job_of(captured, heads, self.options.tokens)
+            for h in heads:
                 self.jobs.append((layer, call, job.of_head(h)))
         except NotCoveredError as error:
             status = f"not covered: {error}"
-        for key in (None, *self.heads(captured.site)):
+        for key in (None, *heads):
             self.values[layer, call, key]["jacobian_status"] = status
 
     def measure_jacobians(self) -> None:
@@ -209,7 +213,7 @@ class Diagnosis:
             if self.clock.spent:
                 self.skipped["Jacobians"] += 1
                 continue
-            values = solve(job)
+            values = job.solve()
             self.values[layer, call, job.head] |= values
             whole = self.values[layer, call, None]
             whole["jacobian_status"] = values["jacobian_status"]
@@ -251,10 +255,6 @@ class Diagnosis:
             "tokens": self.options.tokens,
             "seconds": round(self.clock.seconds, 3),
         }
-
-
-def _effective(p: Projection) -> Tensor:
-    return p.matrix(effective(p.owner, p.name, full(p.raw.detach())))
 
 
 def _over_heads(found: Sequence[Values]) -> Values:

@@ -1,0 +1,385 @@
+"""Run an attention once more, in float64, as a function of what one head's weights project.
+
+Between its projections and the product with the values a module may rotate, normalise, pool or mix
+queries and keys as it likes: its own code is run, so that the derivative is that of whatever it
+does. Three things are exchanged on the way: the products with W_Q, W_K and W_V become leaves of an
+autograd graph, keys that were not sampled are hidden, and the head's output ends the run. That the
+run is the one that was captured is not taken on trust: its logits are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attncond.calls import channel_axis, operands_of, tensors
+from attncond.diagnose.arguments import in_double, map_tensors, row_range
+from attncond.diagnose.capture import Call, split_heads
+from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, back, cut_uses
+from attncond.effective import Conditioned, effective, full, records
+from attncond.heads import Heads
+from attncond.interception import Interception, Logits, Matrix
+from attncond.sites import HIDDEN, Projection, Role, Site
+
+__all__ = ["Replay", "Traced"]
+
+CHANNELS = ("cross-covariance", "channel")  # their attention matrix is one of channels
+_PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
+
+
+class _Reached(BaseException):
+    """Carries the head's output out of the module's forward, past whatever it catches.
+
+    ``cuts``: by role, what reached the attention, and the leaf that went on in its place.
+    """
+
+    def __init__(self, output: Tensor, cuts: dict[Role, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.output = output
+        self.cuts = cuts
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A head's output ``(rows, channels)`` with its graph, and what it was made from."""
+
+    output: Tensor
+    uses: Sequence[Use]
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """One attention that can be run again.
+
+    ``call`` is the forward with its arguments taken down to what is needed. ``rows`` and
+    ``columns`` are the sampled queries and keys (for attention between channels, ``columns`` are
+    the tokens of the output), ``logits`` and ``visible`` what they were, by head.
+    """
+
+    site: Site
+    call: Call
+    conditioned: Heads | None
+    rows: Sequence[int]
+    columns: Sequence[int]
+    logits: Mapping[int, Tensor]
+    visible: Mapping[int, Tensor]
+    tolerance: float
+
+    @property
+    def channels(self) -> bool:
+        """Whether the attention is one between channels."""
+        return self.site.kind in CHANNELS
+
+    @property
+    def between_tokens(self) -> bool:
+        """Whether the rows and columns of the logits are queries and keys."""
+        return not self.channels and not self.site.softmax
+
+    def trace(self, head: int) -> Traced:
+        """Run it; raises `ReplayError`."""
+        try:
+            # Most do to each query, key and value what it does by itself. Then a few passes
+            # through that part tell all of it, and the rest is small.
+            return self._trace(head, cut=True)
+        except TokensMixedError:
+            return self._trace(head, cut=False)
+
+    def _trace(self, head: int, cut: bool) -> Traced:
+        run = _Run(self, head, cut)
+        module, shell = self.site.module, _Shell(self.site.module, self.call.forward)
+        args, kwargs = (map_tensors(given, _wide) for given in (self.call.args, self.call.kwargs))
+        try:
+            with (
+                _stock(module),
+                sdpa_kernel(SDPBackend.MATH),  # the fused ones have no second derivatives
+                torch.autocast(run.device.type, enabled=False),
+                torch.enable_grad(),
+                run,
+            ):
+                output = torch.func.functional_call(shell, run.state, args, kwargs)
+        except _Reached as reached:
+            if reached.cuts:
+                return Traced(reached.output, cut_uses(run.uses, reached.cuts))
+            return self._checked(run, reached.output)
+        except (torch.OutOfMemoryError, ReplayError):
+            raise
+        except Exception as error:
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            raise ReplayError(f"it cannot be run again in float64: {text[0]}") from error
+        if not self.site.softmax or not run.checked:
+            raise ReplayError("its heads' outputs were not met when it was run again")
+        return self._checked(run, self._of_module(output, head))
+
+    def _of_module(self, output: Any, head: int) -> Tensor:
+        """A head's part of what the module returns, where it has no projection after the heads."""
+        whole = next(iter(tensors(output)), None)
+        width = sum(p.heads * p.head_dim for p in self.site.projections if p.role == "v")
+        if whole is None or whole.ndim != 3 or whole.shape[-1] != width:
+            raise ReplayError("its heads' outputs are not what the module returns")
+        with torch.enable_grad():
+            part: Tensor = whole[0].unflatten(-1, (self.site.heads, -1))[self.rows, head]
+        return part
+
+    def _checked(self, run: _Run, output: Tensor) -> Traced:
+        if not output.requires_grad:
+            raise ReplayError("its heads' outputs do not depend on the weights")
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        grads = back(output, [use.leaf for use in run.uses], random.to(output.device))
+        # Tokens that were not sampled, other items and windows have no part in this output.
+        felt = [grad.any(1) for grad in grads]
+        kept = [
+            replace(use, x=torch.where(here[:, None], use.x, 0.0))
+            for use, here in zip(run.uses, felt, strict=True)
+            if bool(here.any())
+        ]
+        roles = [use.role for use in kept]
+        if len(set(roles)) < len(roles):
+            raise ReplayError("one of its weights has several parts in a head's output")
+        if missing := {p.role for p in self.site.projections} - set(roles):
+            names = " and ".join(f"W_{r.upper()}" for r in sorted(missing))
+            raise ReplayError(f"the product with {names} was not found when it was run again")
+        return Traced(output, kept)
+
+
+class _Shell(nn.Module):
+    """The module, called past its hooks: they have acted on the arguments already."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+class _Run(Interception):
+    """Makes leaves of a head's projections, and stops at the head's output."""
+
+    def __init__(self, replay: Replay, head: int, cut: bool) -> None:
+        heads = replay.conditioned or Heads()
+        site = replay.site
+        super().__init__(heads.gap, heads.precondition, site.hidden, site.softmax, 1, site.path)
+        self.replay = replay
+        self.head = head
+        self.cut = cut
+        self.turn = replay.call.turn
+        self.uses: list[Use] = []
+        self.checked = False
+        self.root = 0  # the softmax of this attention
+        self.state, self.known = _state(site)
+        self.device = next(iter(self.known.values()))[0].raw.device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        func, args, kwargs = in_double(func, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _PROJECTING and isinstance(result, Tensor):
+            return self._projected(name, operands_of(args, kwargs), result)
+        return result
+
+    def _projected(self, name: str, operands: list[Tensor], result: Tensor) -> Tensor:
+        weight = next((o for o in operands if o.untyped_storage().data_ptr() in self.known), None)
+        if weight is None:
+            return result
+        axis = 1 if name.startswith("conv") else -1
+        flat = result.movedim(axis, -1).flatten(0, -2) if result.ndim > 2 else result
+        for p in self.known[weight.untyped_storage().data_ptr()]:
+            if (found := row_range(weight, p)) is None:
+                continue
+            rows = p.rows[self.head * p.heads // self.replay.site.heads] - found.start
+            if int(rows.min()) < 0 or int(rows.max()) >= len(found):
+                continue
+            wide = [o for o in operands if o is not weight and o.ndim > 1]
+            wide = [o for o in wide if o.shape[axis] == p.in_features]
+            if len(wide) == 0 or flat.shape[-1] != len(found):
+                continue
+            x = wide[0].detach().movedim(axis, -1)
+            x = x.flatten(0, -2) if x.ndim > 2 else x
+            if len(x) != len(flat):
+                raise ReplayError(f"W_{p.role.upper()} projects other tokens than it reads")
+            leaf = flat[:, rows.to(flat.device)].detach().requires_grad_(True)
+            flat = flat.index_copy(1, rows.to(flat.device), leaf)
+            self.uses.append(Use(p.role, x, leaf))
+        shape = result.movedim(axis, -1).shape
+        return flat.view(shape).movedim(-1, axis)
+
+    def _fused(
+        self,
+        func: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        if self.turn:
+            self.turn -= 1
+            rest |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+            return func(query, key, value, **rest)
+        rows, columns, site = self.replay.rows, self.replay.columns, self.replay.site
+        heads, shared, h = site.heads, site.heads, self.head
+        if (p := site.projection("k")) is not None and key.shape[:-2] != query.shape[:-2]:
+            shared = p.heads
+        q = split_heads(query, heads)[:1, h : h + 1, rows]
+        own = h * shared // heads
+        k, v = (split_heads(t, shared)[:1, own : own + 1, columns] for t in (key, value))
+        mask = attn_mask
+        if mask is not None:
+            mask = split_heads(mask.expand(*query.shape[:-1], key.shape[-2]), heads)
+            mask = mask[:1, h : h + 1, rows][..., columns]
+        if is_causal:
+            places = [torch.tensor(i, device=q.device) for i in (rows, columns)]
+            seen = (places[0][:, None] >= places[1])[None, None]
+            if mask is None or mask.dtype == torch.bool:
+                mask = seen if mask is None else mask & seen
+            else:
+                mask = mask.masked_fill(~seen, -torch.inf)
+        scale = rest.get("scale")
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        logits = (q @ k.mT)[0, 0].detach() * scale
+        shown = torch.ones_like(logits, dtype=torch.bool)
+        if mask is not None:
+            boolean = mask.dtype == torch.bool
+            shown = mask[0, 0] if boolean else mask[0, 0] > self.hidden
+            logits = logits if boolean else logits + mask[0, 0].detach()
+        self._compare(logits, shown)
+        cuts: dict[Role, tuple[Tensor, Tensor]] = {}
+        if self.cut:
+            if mask is not None and mask.requires_grad:  # made of queries or keys, too
+                raise TokensMixedError
+            cuts = {"q": _cut(q), "k": _cut(k), "v": _cut(v)}
+            q, k, v = (leaf[None, None] for _, leaf in cuts.values())
+        output = super()._fused(func, q, k, v, attn_mask=mask, scale=scale)
+        raise _Reached(output[0, 0], cuts)
+
+    def _softmax(
+        self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
+    ) -> Tensor:
+        replay = self.replay
+        if self.softmaxes + 1 != (replay.site.softmax or replay.call.turn + 1):
+            return super()._softmax(logits, func, args, kwargs)
+        self.root = self.softmaxes + 1
+        dim = kwargs["dim"] if "dim" in kwargs else args[1]
+        heads = split_heads(logits.tensor.detach().movedim(dim, -1), replay.site.heads)
+        if heads.shape[1] != replay.site.heads:
+            raise ReplayError("its attention matrices are not found head by head")
+        part = heads[0, self.head]
+        if replay.between_tokens:
+            part = part[replay.rows][:, replay.columns]
+        self._compare(part, part > HIDDEN)
+        tensor = logits.tensor
+        if replay.between_tokens:
+            hidden = sorted(set(range(tensor.shape[dim])) - set(replay.columns))
+            index = torch.tensor(hidden, dtype=torch.long, device=tensor.device)
+            tensor = tensor.index_fill(dim, index, -torch.inf)
+        changed = logits._replace(tensor=tensor)
+        return super()._softmax(changed, func, (tensor, *args[1:]), kwargs)
+
+    def _product(
+        self,
+        matrix: Matrix,
+        func: Callable[..., Tensor],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        output = super()._product(matrix, func, name, args, kwargs)
+        replay = self.replay
+        if matrix.root != self.root or replay.site.softmax:
+            return output
+        if name == "einsum":
+            output = _in_order_of(args, matrix.tensor, output)
+        else:
+            output = output.movedim(channel_axis(name, args, kwargs, matrix.tensor), -1)
+        part = split_heads(output, replay.site.heads)[0, self.head]
+        raise _Reached(part[:, replay.columns] if replay.channels else part[replay.rows], {})
+
+    def _compare(self, logits: Tensor, visible: Tensor) -> None:
+        """Whether these are the logits that were captured."""
+        want, shown = self.replay.logits[self.head], self.replay.visible[self.head]
+        if logits.shape != want.shape:
+            raise ReplayError("its logits have another shape when it is run again")
+        far = _shifted(logits, shown) - _shifted(want, shown)
+        size = _shifted(want, shown).abs().amax()
+        # Where the adapter knows of masks of -100, what was captured has them taken out.
+        near = float(far.abs().amax()) <= self.replay.tolerance * float(size)
+        if bool((shown & ~visible).any()) or not near:
+            raise ReplayError("its logits are others when it is run again")
+        self.checked = True
+
+
+def _shifted(logits: Tensor, visible: Tensor) -> Tensor:
+    """Without what a row's logits have in common: no softmax sees it, and some modules take it."""
+    shown = torch.where(visible, logits, -torch.inf)
+    top = torch.where(visible.any(-1), shown.amax(-1), 0.0)
+    return torch.where(visible, logits - top[:, None], 0.0)
+
+
+def _cut(t: Tensor) -> tuple[Tensor, Tensor]:
+    return t[0, 0], t[0, 0].detach().requires_grad_(True)
+
+
+def _in_order_of(args: tuple[Any, ...], matrix: Tensor, output: Tensor) -> Tensor:
+    """What an einsum made of an attention matrix, its axes in the matrix's order."""
+    terms, _, result = args[0].replace(" ", "").partition("->")
+    own = terms.split(",")[[a is matrix for a in operands_of(args[1:], {})].index(True)]
+    if "." in args[0]:
+        return output.movedim(channel_axis("einsum", args, {}, matrix), -1)
+    order = [c for c in own if c in result] + [c for c in result if c not in own]
+    return output.permute([result.index(c) for c in order])
+
+
+def _state(site: Site) -> tuple[dict[str, Tensor], dict[int, list[Projection]]]:
+    """The module's tensors in float64, and whose weight each storage is."""
+    state: dict[str, Tensor] = {}
+    known: dict[int, list[Projection]] = {}
+    named = dict(site.module.named_modules())
+    for path, module in named.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            value = full(tensor.detach())
+            if name in records(module):
+                value = effective(module, name, value)  # rounded as in the model's own forward
+            value = value.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            state[".".join(filter(None, ("module", path, name)))] = value
+            own = [p for p in site.projections if p.owner is module and p.name == name]
+            if own:
+                known[value.untyped_storage().data_ptr()] = own
+    if {id(p) for own in known.values() for p in own} != {id(p) for p in site.projections}:
+        raise ReplayError("its projections are outside of its module")
+    return state, known
+
+
+@contextmanager
+def _stock(module: nn.Module) -> Iterator[None]:
+    """As the library made it: what conditioning adds is in the weights, or done by the run."""
+    before = [(m, type(m)) for m in module.modules() if isinstance(m, Conditioned)]
+    try:
+        for m, cls in before:
+            m.__class__ = cls._attncond_base  # type: ignore[attr-defined]
+        yield
+    finally:
+        for m, cls in before:
+            m.__class__ = cls
+
+
+def _wide(t: Tensor) -> Tensor:
+    t = t.detach()
+    return t.to(torch.float64, copy=True) if t.is_floating_point() else t.clone()

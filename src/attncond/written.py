@@ -1,0 +1,92 @@
+"""Extreme singular values of a matrix that is written down, far below those of its Gram matrix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attncond.lanczos import Bound, Extremes, Side, extremes, largest
+
+__all__ = ["Written", "matrix_extremes"]
+
+_EPS = torch.finfo(torch.float64).eps
+_MOST = 2048  # beyond this side all singular values take minutes on a CPU
+_GAP = 1e3  # between the singular values that count and those that are rounding
+
+
+class Written:
+    """A matrix as an operator."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self._matrix.shape[0], self._matrix.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._matrix.device
+
+    def forward(self, vector: Tensor) -> Tensor:
+        """J·v."""
+        return self._matrix @ vector
+
+    def adjoint(self, vector: Tensor) -> Tensor:
+        """Jᵀ·u."""
+        return self._matrix.mT @ vector
+
+    def gram(self, side: Side) -> Tensor:
+        """JJᵀ or JᵀJ."""
+        j = self._matrix
+        return j @ j.mT if side == "rows" else j.mT @ j
+
+    def dense(self) -> Tensor:
+        """J."""
+        return self._matrix
+
+
+def matrix_extremes(matrix: Tensor) -> Extremes:
+    """σ_max and σ_min at the rank, of which nothing is known but the matrix's shape.
+
+    First as for any operator, from a Cholesky factor of the Gram matrix; where that does not
+    resolve σ_min, from the R of a QR decomposition, which does not square the condition number.
+    Where R is singular, too, all of its singular values are computed, and the rank is where they
+    fall by a factor of 1000 at least: without such a gap, or with sides above 2048, the answer is
+    None. ``floor`` is what the way taken resolves.
+    """
+    size = min(matrix.shape)
+    found = extremes(Written(matrix), Bound(size), count=False)
+    sigma = found.sigma_max
+    if found.sigma_min is not None or not sigma > 0 or size <= 1:
+        return found
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
+    r: Tensor = torch.linalg.qr(tall, mode="r")[1]
+    floor = 10 * max(matrix.shape) * _EPS * sigma
+    error = 4 * math.sqrt(size) * _EPS * sigma
+    if float(r.diagonal().abs().min()) > floor:
+        ritz = largest(lambda v: _solved(r, v), size, r.device, tolerance=1e-12)
+        low = 1 / math.sqrt(ritz.value) if ritz.value > 0 else 0.0
+        if low > floor and ritz.error <= 1e-3 * ritz.value:
+            error += 0.5 * low * ritz.error / ritz.value
+            error_max = found.sigma_max_error
+            return Extremes(sigma, error_max, low, error, size, "attained", size, floor)
+    if size > _MOST:
+        return Extremes(sigma, found.sigma_max_error, None, None, None, "numerical", None, floor)
+    values = torch.linalg.svdvals(r).tolist()
+    rank = sum(value > floor for value in values)
+    if rank < size and values[rank - 1] <= _GAP * values[rank]:
+        return Extremes(sigma, found.sigma_max_error, None, None, None, "numerical", rank, floor)
+    low = values[rank - 1]
+    return Extremes(sigma, found.sigma_max_error, low, error, rank, "numerical", rank, floor)
+
+
+def _solved(r: Tensor, v: Tensor) -> Tensor:
+    """(RᵀR)⁻¹·v."""
+    half = torch.linalg.solve_triangular(r.mT, v[:, None], upper=False)
+    whole: Tensor = torch.linalg.solve_triangular(r, half, upper=True)
+    return whole[:, 0]
