@@ -7,7 +7,7 @@ import torch
 from attention_heads import attend, gaussian, jacobian, plain_head
 
 from attncond import functional
-from attncond.functional import FunctionJacobian
+from attncond.functional import FunctionJacobian, GraphJacobian
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -40,3 +40,39 @@ def test_fused_attention_has_forward_derivatives_too() -> None:
     expected = jacobian(tuple(weights), "wide", lambda *w: attend(x, *w))
     v = gaussian(expected.shape[1])
     torch.testing.assert_close(operator.forward(v), expected @ v)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_graph_jacobian_is_that_of_the_weights(mapped):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x, y, w, u, turn = draw(5, 7), draw(4, 6), draw(7, 3), draw(6, 2), draw(5, 3, 3)
+
+    def turned(t):
+        return (turn @ t[..., None])[..., 0] if mapped else t
+
+    def function(w, u):
+        return torch.softmax(turned(x @ w) @ draw_mix, -1) @ torch.tanh(y @ u)
+
+    draw_mix = draw(3, 4)
+    parts = torch.func.jacrev(function, argnums=(0, 1))(w, u)
+    want = torch.cat([p.flatten(0, 1).flatten(1) for p in parts], 1)
+    first = turned(x @ w).requires_grad_(True)
+    second = (y @ u).requires_grad_(True)
+    unused = draw(3, 2).requires_grad_(True)
+    output = torch.softmax(first @ draw_mix, -1) @ torch.tanh(second)
+    maps = [turn if mapped else None, None, None]
+    found = GraphJacobian(output, [first, second, unused], [x, y, draw(3, 4)], maps)
+    with torch.no_grad():
+        assert found.shape == (10, 7 * 3 + 6 * 2 + 4 * 2)
+        dense = found.dense()
+        assert torch.allclose(dense[:, : want.shape[1]], want)
+        assert not bool(dense[:, want.shape[1] :].any())
+        v, c = draw(dense.shape[1]), draw(10)
+        assert torch.allclose(found.forward(v), dense @ v)
+        assert torch.allclose(found.adjoint(c), dense.mT @ c)
+        assert torch.allclose(found.gram("rows"), dense @ dense.mT)
+        assert torch.allclose(found.gram("columns"), dense.mT @ dense)

@@ -95,7 +95,8 @@ class Dependence:
         if known is None and name in ADDITIONS and len(operands) == 2:
             args, known = (args[1], args[0]), self.multiple(operands[1])  # mask + logits
         others = [o for o in operands if o is not args[0]]
-        if known is None or any(o in self._derived for o in others):
+        twice = len(operands) - len(others) > 1  # logits + logits
+        if known is None or twice or any(o in self._derived for o in others):
             return None
         if name in _KEEP or (name in ADDITIONS and "alpha" not in kwargs):
             return known
