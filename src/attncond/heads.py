@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from attncond import kernels
 from attncond.interception import Interception
 from attncond.methods import Precondition, RemoveGap
 from attncond.sites import HIDDEN, Site
@@ -35,6 +36,13 @@ class Heads:
     softmax: int = 0
     sites: int = 1
     path: str = ""
+
+    def __post_init__(self) -> None:
+        kernels.load()  # not in the forward pass, which may be compiled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        kernels.load()
 
     def interception(self) -> Interception:
         """The mode that does it, for one forward pass."""

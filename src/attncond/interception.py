@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from attncond import kernels
 from attncond.calls import (
     ADDITIONS,
     CASTS,
@@ -175,6 +176,14 @@ class Interception(TorchFunctionMode):
                 f"nested tensors in the attention of {self.path or 'the model'} are not supported; "
                 "use padded tensors and a mask"
             )
+        gap, unmasked = self.gap is not None, attn_mask is None
+        acts = gap or self.precondition is not None
+        plain = unmasked and not (is_causal or dropout_p)
+        if acts and plain and kernels.suit_short(query, key, value):
+            self.acted += 1
+            scale = rest.get("scale")
+            return kernels.short_attention(query, key, value, scale, gap, self.precondition)
+        running = gap and unmasked and is_causal and kernels.suit_running(query, key, value)
         visible = seen = None
         if attn_mask is not None:
             visible = _visible(attn_mask, self.hidden)
@@ -187,7 +196,7 @@ class Interception(TorchFunctionMode):
                 else torch.where(seen, attn_mask, torch.zeros_like(attn_mask))
             )
         mean = None
-        if self.gap is not None:
+        if gap and not running:
             mean, value = self._mean(query, value, visible, dropout_p, is_causal)
         output = func(
             query,
@@ -199,9 +208,11 @@ class Interception(TorchFunctionMode):
             **rest,
         )
         self.acted += 1
-        if mean is not None:
+        if running:
+            output = kernels.less_running_mean(output, value)
+        elif mean is not None:
             output = subtract(output, mean)
-        if self.gap is not None and self.precondition is not None and dropout_p == 0.0:
+        if gap and self.precondition is not None and dropout_p == 0.0:
             # A query that sees one key has nothing left but rounding, which must not get length 1.
             alone = _sees_one(value.shape[-2], query.shape[-2], is_causal, visible, value.device)
             output = torch.where(alone, torch.zeros_like(output), output)

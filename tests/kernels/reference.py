@@ -1,0 +1,99 @@
+"""What the kernels have to agree with, and by how much they do not.
+
+Run as a script, with TRITON_INTERPRET=1, it prints the errors of every case on the CPU as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+# batch, heads, queries, keys, channels
+SHORT = [(2, 3, 37, 37, 16), (1, 2, 5, 70, 32), (1, 1, 130, 100, 64), (1, 2, 1, 3, 16)]
+SHORT += [(1, 1, 64, 64, 32), (1, 1, 197, 197, 64), (1, 1, 256, 256, 16), (2, 1, 3, 129, 64)]
+FORMS = [(gap, rows, fixed) for gap in (0, 1) for rows, fixed in ((0, 0), (1, 0), (1, 1))]
+RUNNING = [(2, 3, 37, 16), (1, 2, 200, 32), (1, 1, 64, 64), (1, 1, 65, 128), (1, 1, 1, 16)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, gap: int, rows: int, fixed: int):
+    """The definition: the attention matrix, the matrix that looks at all keys alike, the rows."""
+    p = (q @ k.mT * scale).softmax(-1)
+    a = (p - gap / k.shape[-2]) @ v
+    if not rows:
+        return a
+    length = a.norm(dim=-1, keepdim=True)
+    return a / (length.detach() if fixed else length)
+
+
+def running_mean(o: Tensor, v: Tensor) -> Tensor:
+    n = v.shape[-2]
+    mean = torch.ones(n, n, dtype=v.dtype, device=v.device).tril() @ v
+    return o - mean / torch.arange(1, n + 1, device=v.device)[:, None]
+
+
+def heads(batch: int, count: int, tokens: int, channels: int, device: str) -> Tensor:
+    """As a fused projection leaves them: (batch, tokens, heads, channels), seen transposed."""
+    return torch.randn(batch, tokens, 2, count, channels, device=device)[:, :, 1].transpose(1, 2)
+
+
+def errors(ours, theirs, inputs: list[Tensor], dtype: torch.dtype) -> list[float]:
+    """Relative distances from float64, of the output and of each gradient."""
+    near = [t.to(dtype).requires_grad_() for t in inputs]
+    far = [t.detach().double().requires_grad_() for t in near]
+    a, b = ours(*near), theirs(*far)
+    grad = torch.randn_like(b).to(dtype)
+    pairs = zip(
+        (a, *torch.autograd.grad(a, near, grad)),
+        (b, *torch.autograd.grad(b, far, grad.double())),
+        strict=True,
+    )
+    # A gradient may be zero: compare it with what went in then.
+    scale = max(grad.double().norm().item() * 1e-3, 1e-12)
+    return [((x.double() - y).norm() / max(y.norm().item(), scale)).item() for x, y in pairs]
+
+
+def short_errors(case, form, dtype: torch.dtype, device: str) -> list[float]:
+    import attncond.kernels.short as short  # in the package it is None before load()
+
+    torch.manual_seed(math.prod(case) + sum(form))
+    b, h, queries, keys, d = case
+    gap, rows, fixed = form
+    inputs = [heads(b, h, n, d, device) for n in (queries, keys, keys)]
+    inputs[2] = inputs[2] + 3.0  # values with a mean to take off
+    return errors(
+        lambda *x: short.attend(
+            *x, scale=0.3, gap=bool(gap), rows=bool(rows), fixed=bool(fixed), eps=1e-12
+        ),
+        lambda *x: attention(*x, 0.3, *form),
+        inputs,
+        dtype,
+    )
+
+
+def running_errors(case, dtype: torch.dtype, device: str) -> list[float]:
+    import attncond.kernels.running as running
+
+    torch.manual_seed(math.prod(case))
+    inputs = [heads(*case, device), heads(*case, device) + 3.0]
+    return errors(running.less_running_mean, running_mean, inputs, dtype)
+
+
+def main() -> None:
+    import torch.library
+
+    torch.library.wrap_triton = lambda kernel: kernel  # it knows compiled kernels only
+    found: dict[str, list[float]] = {}
+    for case in SHORT:
+        for form in FORMS:
+            found[f"short {case} {form}"] = short_errors(case, form, torch.float32, "cpu")
+    for case in RUNNING:
+        found[f"running {case}"] = running_errors(case, torch.float32, "cpu")
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

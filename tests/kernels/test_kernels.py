@@ -1,0 +1,132 @@
+"""When the kernels are used, and that a model gives the same with and without them."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import attncond as ac
+from attncond import kernels
+from attncond.heads import Heads
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+
+
+class Attention(nn.Module):
+    """Fused self-attention, causal or not."""
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal = 2, causal
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 64) for _ in range(3))
+        self.proj = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                 for p in (self.q_proj, self.k_proj, self.v_proj))  # fmt: skip
+        out = scaled_dot_product_attention(*parts, is_causal=self.causal)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.fixture(autouse=True)
+def loaded() -> None:
+    kernels.load()
+
+
+def test_importing_attncond_loads_no_kernels() -> None:
+    code = "import sys, attncond; print('attncond.kernels.short' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_a_record_that_comes_from_elsewhere_loads_them(monkeypatch) -> None:
+    if kernels.short is None:
+        pytest.skip("no Triton, or a build without CUDA")
+    sent = pickle.dumps(Heads(gap=ac.RemoveGap()))
+    monkeypatch.setattr(kernels, "short", None)
+    assert pickle.loads(sent) == Heads(gap=ac.RemoveGap())
+    assert kernels.short is not None
+
+
+def test_a_cpu_has_the_formulas() -> None:
+    x = [torch.randn(1, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3)]
+    assert not kernels.suit_short(*x)
+    assert not kernels.suit_running(*x)
+
+
+@cuda
+@pytest.mark.parametrize(
+    ("shape", "dtype", "suits"),
+    [
+        ((1, 2, 8, 16), torch.bfloat16, True),
+        ((1, 2, 8, 16), torch.float16, True),
+        ((1, 2, 8, 16), torch.float32, False),
+        ((1, 2, 257, 16), torch.bfloat16, False),
+        ((1, 2, 1, 16), torch.bfloat16, False),  # one key, no gap, and nothing to do
+        ((1, 2, 8, 24), torch.bfloat16, False),
+        ((2, 8, 16), torch.bfloat16, False),
+    ],
+)
+def test_short_attention_is_for_few_keys_in_half_precision(shape, dtype, suits) -> None:
+    x = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3)]
+    if torch.cuda.get_device_capability()[0] < 9:
+        suits = False
+    assert kernels.suit_short(*x) is suits
+    assert not kernels.suit_short(x[0], x[1][:, :1], x[2][:, :1])  # grouped queries
+
+
+@cuda
+@pytest.mark.parametrize("how", ["eager", "compiled", "dynamic"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "methods",
+    [(ac.RemoveGap(),), (ac.Precondition(),), (ac.RemoveGap(), ac.Precondition(detach=True))],
+)
+def test_a_model_gives_the_same_with_and_without(methods, causal, how, monkeypatch) -> None:
+    torch.manual_seed(0)
+    model = Attention(causal).cuda().bfloat16()
+    for method in methods:
+        ac.condition(model, method)
+    run = model
+    if how != "eager":
+        torch._dynamo.reset()
+        run = torch.compile(model, fullgraph=True, dynamic=how == "dynamic" or None)
+    for tokens in (50, 77, 197):
+        x = torch.randn(3, tokens, 64, device="cuda", dtype=torch.bfloat16)
+        outcomes = []
+        for enabled in (True, False):
+            monkeypatch.setattr(kernels, "ENABLED", enabled)
+            model.zero_grad()
+            y = (run if enabled else model)(x)
+            y.float().square().sum().backward()
+            outcomes.append([y, *(p.grad for p in model.parameters())])
+        output, *grads = ([t.double() for t in pair] for pair in zip(*outcomes, strict=True))
+        assert (output[0] - output[1]).norm() <= 1e-2 * output[1].norm()
+        largest = max(b.norm() for _, b in grads)  # that of a key's bias is zero but for rounding
+        for a, b in grads:
+            assert (a - b).norm() <= 2e-2 * largest
+
+
+@cuda
+def test_nothing_is_saved_that_stock_attention_does_not_save() -> None:
+    def saved(x: list[torch.Tensor], call) -> int:
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.numel() * t.element_size()), lambda _: None
+        ):
+            call(*x)
+        return sum(kept)
+
+    x = [torch.randn(4, 8, 197, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    x = [t.requires_grad_() for t in x]
+    stock = saved(x, scaled_dot_product_attention)
+    for precondition in (None, ac.Precondition()):
+        ours = saved(
+            x, lambda q, k, v, p=precondition: kernels.short_attention(q, k, v, None, True, p)
+        )
+        assert ours <= 1.02 * stock

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import FORMS, SHORT, short_errors
+
+
+@pytest.mark.parametrize("case", SHORT)
+def test_interpreted_it_is_the_definition(interpreted, case) -> None:
+    for form in FORMS:
+        assert max(interpreted[f"short {case} {form}"]) < 2e-5, form
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", [*SHORT, (256, 12, 197, 197, 64)])
+def test_on_a_card_it_is_the_definition(case, form, dtype) -> None:
+    bound = 1.5e-2 if dtype == torch.bfloat16 else 2e-3
+    assert max(short_errors(case, form, dtype, "cuda")) < bound
