@@ -24,14 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.nn.functional import scaled_dot_product_attention as attend
 
+from attncond import kernels as kernels_of
 from attncond.interception import subtract
 from attncond.methods import Precondition
 from attncond.methods.gap import centre, visible_mean
-
-try:
-    import head_triton
-except ImportError:  # no Triton here
-    head_triton = None  # type: ignore[assignment]
 
 Heads = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -104,11 +100,19 @@ CANDIDATES: dict[str, tuple[Heads, float]] = {
         6,
     ),
 }
-if head_triton is not None:
-    CANDIDATES["gap_triton"] = (lambda q, k, v: attend(q, k, head_triton.centre(v)), 4)
-    CANDIDATES["causal_gap_triton"] = (
-        lambda q, k, v: head_triton.less_running_mean(attend(q, k, v, is_causal=True), v),
-        6,
+kernels_of.load()
+if kernels_of.short is not None:
+    CANDIDATES["gap_short"] = (
+        lambda q, k, v: kernels_of.short_attention(q, k, v, None, True, None),
+        1,
+    )
+    CANDIDATES["precondition_short"] = (
+        lambda q, k, v: kernels_of.short_attention(q, k, v, None, False, Precondition()),
+        0,
+    )
+    CANDIDATES["causal_gap_running"] = (
+        lambda q, k, v: kernels_of.less_running_mean(attend(q, k, v, is_causal=True), v),
+        7,
     )
 
 

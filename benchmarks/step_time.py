@@ -1,12 +1,15 @@
 """Training-step time and memory of conditioned against stock attention, in one run.
 
     python benchmarks/step_time.py                      # ViT-B/16, batch 256, bf16, compiled, CUDA
-    python benchmarks/step_time.py --model gpt2 --batch 16 --variants stock_again gap
+    python benchmarks/step_time.py --model gpt2 --batch 16 --variants stock_again gap [--regions]
     python benchmarks/step_time.py --model vit_tiny_patch16_224 --batch 4 --rounds 2 --steps 4 ...
 
 Each turn of a variant stands between two turns of the stock model, and its ratio is to their mean:
 measured once a round instead, the model after the slowest variant looked 1% faster than its twin.
 The ratio given is the median over rounds. A second stock model shows the noise.
+
+Inside torch.compile, transformers hands its attention an explicit mask; outside it is
+is_causal=True, for which kernels are faster: --regions compiles GPT-2 block by block.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import timm
 import torch
 import torch._dynamo
 from _record import write
+from head_kernels import kernels
 from torch import Tensor, nn
 
 import attncond as ac
@@ -95,7 +99,9 @@ def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=fused)
     if handle and name in ("polar", "polar_every_10"):
         handle.attach(optimizer)
-    compiled = torch.compile(loss_of) if args.compile else loss_of
+    compiled = torch.compile(loss_of) if args.compile and not args.regions else loss_of
+    for block in model.transformer.h if args.regions else ():
+        block.compile()
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -147,6 +153,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--variants", nargs="+", default=names, choices=names)
+    parser.add_argument("--profile", action="store_true", help="the slowest kernels, too (CUDA)")
+    parser.add_argument("--regions", action="store_true", help="compile blocks (GPT-2)")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/step_time.json"))
     args = parser.parse_args()
@@ -163,32 +171,36 @@ def main() -> None:
         variants.append(variant)
 
     stock_model, *others = variants
-    times: dict[str, list[float]] = {v.name: [] for v in others}
-    ratios: dict[str, list[float]] = {v.name: [] for v in others}
+    memory = {v.name: peak_memory(v) for v in variants} if device.type == "cuda" else {}
+    settings = {k: x for k, x in vars(args).items() if k != "out"}
+    figures: dict[str, dict[str, float]] = {}
     for v in sorted(others, key=lambda v: v.few):
+        times: list[float] = []
+        ratios: list[float] = []
         for _ in range(2 if v.few else args.rounds):
             before = seconds(stock_model, args.steps, device)
             own = seconds(v, 3 if v.few else args.steps, device)
             after = seconds(stock_model, args.steps, device)
-            times[v.name].append(own)
-            ratios[v.name].append(2 * own / (before + after))
-    figures = {}
-    stock = peak_memory(variants[0]) if device.type == "cuda" else 0
-    for v in others:
+            times.append(own)
+            ratios.append(2 * own / (before + after))
         row = {
-            "ratio": statistics.median(ratios[v.name]),
-            "ratio_min": min(ratios[v.name]),
-            "ratio_max": max(ratios[v.name]),
-            "milliseconds": 1e3 * statistics.median(times[v.name]),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "milliseconds": 1e3 * statistics.median(times),
         }
-        if stock:
-            row["peak_memory_ratio"] = peak_memory(v) / stock
+        if memory:
+            row["peak_memory_ratio"] = memory[v.name] / memory["stock"]
         if v.handle:
             row["kappa_max_float64"] = max(c.kappa or 0 for c in v.handle.certificates())
         figures[v.name] = row
         print(v.name, {k: round(x, 4) for k, x in row.items()}, flush=True)
-    settings = {k: x for k, x in vars(args).items() if k != "out"}
-    write(args.out, {"settings": settings, "device": device.type, "variants": figures})
+        record = {"settings": settings, "device": device.type, "variants": figures}
+        if args.profile:
+            record["microseconds_of_kernels"] = {
+                u.name: kernels(u.step, 1) for u in (stock_model, v)
+            }
+        write(args.out, record)
 
 
 if __name__ == "__main__":

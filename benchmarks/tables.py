@@ -51,16 +51,17 @@ def demo() -> str:
     )
 
 
-# Record, row, label. The record of ViT-B has a row for RemoveGap too, of a kernel that is gone.
+# Record, row, label.
 _STEPS = [
     ("step_time", "stock_again", "stock, a second time (the noise)"),
     ("step_time", "identity", "`Spectral()`"),
     ("step_time", "folded", "`Spectral()`, folded"),
     ("step_time", "polar", "`Spectral.paper_svd()`, refreshed every step"),
-    ("head_time", "polar_every_10", "the same, `refresh_every=10`"),
+    ("head_time_plain", "polar_every_10", "the same, `refresh_every=10`"),
     ("step_time", "polar_scratch", "the same, factor from scratch every step"),
     ("step_time", "polar_svd", "the same, by `torch.linalg.svd` every step"),
     ("head_time", "stock_again", "stock, a second time (the noise)"),
+    ("head_time", "gap", "`RemoveGap()`"),
     ("head_time", "precondition", "`Precondition()`"),
     ("head_time_gpt2", "stock_again", "GPT-2, stock, a second time (the noise)"),
     ("head_time_gpt2", "gap", "GPT-2, `RemoveGap()`"),
@@ -79,15 +80,16 @@ def steps() -> str:
         body.append([label, spread, f"{row['peak_memory_ratio']:.3f}", kappa, f"`{name}`"])
     (gpu,) = {record["hardware"]["gpu"] for record in records.values()}
     settings = {name: record["settings"] for name, record in records.items()}
-    vit, heads, gpt2 = (settings[name] for name in names)
-    trained = [s["warmup"] + s["rounds"] * s["steps"] + 1 for s in (vit, heads)]
+    vit, polar, heads, gpt2 = (settings[name] for name in names)
+    trained = [s["warmup"] + s["rounds"] * s["steps"] + 1 for s in (vit, polar)]
     head = ["", "step time / stock", "peak memory / stock", "worst κ afterwards", "record"]
     return (
         f"`benchmarks/step_time.py` on one {gpu}, {vit['model']}, batch {vit['batch']} (GPT-2: "
         f"batch {gpt2['batch']}, {gpt2['tokens']:,} tokens), bfloat16, compiled, whole training "
-        f"step (median of {vit['rounds']} rounds of {vit['steps']} steps, {heads['rounds']} in "
-        "`head_time`, least to most; 2 rounds of 3 for the two from scratch and by SVD). κ is of "
-        f"weights trained for {trained[0]} steps ({trained[1]} in `head_time`, 9 for those two) on "
+        f"step (median of {vit['rounds']} rounds of {vit['steps']} steps, {polar['rounds']} in "
+        f"`head_time_plain`, {heads['rounds']} of {heads['steps']} in `head_time`, least to most; "
+        "2 rounds of 3 for the two from scratch and by SVD). κ is of weights trained for "
+        f"{trained[0]} steps ({trained[1]} in `head_time_plain`, 9 for those two) on "
         "one batch of random images, so it says that the factor is followed, not how a real "
         "training ends:\n\n" + _markdown(head, body)
     )

@@ -1,0 +1,138 @@
+"""Which tiles, warps and stages are fastest for the kernels in attncond.kernels, on this card.
+
+    python benchmarks/head_tuning.py        # CUDA; about two minutes
+
+The constants at the top of kernels/short.py and kernels/running.py come from here. Each choice is
+checked against the formulas in float64 before it is timed. A choice that does not fit the card says
+so and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _record import write
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
+from triton.testing import do_bench, do_bench_cudagraph
+
+import attncond.kernels.running as running
+import attncond.kernels.short as short
+from attncond.methods import Precondition
+from attncond.methods.gap import centre, visible_mean
+
+# (queries, keys, warps, stages)
+FORWARD = [
+    *((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 3), (128, 64, 4, 2)),
+    *((128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3)),
+]
+# (keys, warps, stages)
+BACKWARD = [(64, 8, 1), (64, 8, 2), (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 16, 1), (128, 8, 1)]
+RUNNING = [(32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8)]  # (rows, warps)
+
+
+def heads(batch: int, tokens: int, count: int = 12, channels: int = 64) -> list[Tensor]:
+    """Q, K and V as a fused projection lays them out, in bf16."""
+    qkv = torch.randn(batch, tokens, 3, count, channels, device="cuda", dtype=torch.bfloat16)
+    return [t.detach().requires_grad_() for t in qkv.permute(2, 0, 3, 1, 4).unbind(0)]
+
+
+def times(forward: Callable[[], Any], backward: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds on the device of the two passes, launched from a graph: no time of the host."""
+    return {
+        "forward": 1e3 * do_bench_cudagraph(forward, rep=60),
+        "backward": 1e3 * do_bench_cudagraph(backward, rep=60),
+    }
+
+
+def short_times(qkv: list[Tensor], gap: bool, rows: bool) -> dict[str, float]:
+    """Of the fused kernels."""
+    x = [t.detach() for t in qkv]
+    x.append(x[2].mean(-2, dtype=torch.float32) if gap else x[2].new_empty(0))
+    forward = lambda: short._attend(*x, 0.125, gap, rows, False, 1e-12)  # noqa: E731
+    kept = forward()
+    grad = torch.randn_like(kept[0])
+    return times(forward, lambda: short._attend_backward(grad, *x, *kept, 0.125, gap, rows))
+
+
+def stock_times(qkv: list[Tensor]) -> dict[str, float]:
+    """Of the attention that torch chooses."""
+    output = attend(*qkv)
+    grad = torch.randn_like(output)
+    return {
+        "forward": 1e3 * do_bench(lambda: attend(*[t.detach() for t in qkv])),
+        "backward": 1e3
+        * do_bench(lambda: torch.autograd.grad(output, qkv, grad, retain_graph=True)),
+    }
+
+
+def error(call: Callable[[list[Tensor]], Tensor], plain: Callable[[list[Tensor]], Tensor],
+          inputs: list[Tensor]) -> list[float]:  # fmt: skip
+    """Relative distance of the output and the gradients from those of the formulas in float64."""
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    ours, theirs = call(inputs), plain(wide)
+    grad = torch.randn_like(ours)
+    a = (ours, *torch.autograd.grad(ours, inputs, grad))
+    b = (theirs, *torch.autograd.grad(theirs, wide, grad.double()))
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(a, b, strict=True)]
+
+
+def main() -> None:
+    """Time every choice and write what is known so far after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=197)
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks/head_tuning.json"))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+
+    def record(name: str, row: Callable[[], Any]) -> None:
+        try:
+            found[name] = row()
+        except Exception as problem:
+            found[name] = f"{type(problem).__name__}: {str(problem)[:200]}"
+        print(name, found[name], flush=True)
+        write(args.out, {"settings": {"batch": args.batch, "tokens": args.tokens}, "rows": found})
+
+    forms = {"plain": (False, False), "gap": (True, False), "rows": (False, True)}
+    for name, (gap, rows) in {**forms, "both": (True, True)}.items():
+
+        def ours(x: list[Tensor], gap: bool = gap, rows: bool = rows) -> Tensor:
+            return short.attend(*x, gap=gap, rows=rows)
+
+        def plain(x: list[Tensor], gap: bool = gap, rows: bool = rows) -> Tensor:
+            y = attend(x[0], x[1], centre(x[2]) if gap else x[2])
+            return Precondition().equilibrate(y) if rows else y
+
+        for tokens in (197, 50):
+            x = heads(3, tokens)
+            record(f"error {name} {tokens}", lambda x=x, o=ours, p=plain: error(o, p, x))
+    qkv = heads(args.batch, args.tokens)
+    record("stock", lambda: stock_times(qkv))
+    best: dict[str, tuple[float, tuple[int, int, int]]] = {}
+    for which, choices in (("forward", FORWARD), ("backward", BACKWARD)):
+        for choice in choices:
+            setattr(short, which.upper(), choice)
+            record(f"{which} {choice}", lambda: short_times(qkv, True, False))
+            row = found[f"{which} {choice}"]
+            if isinstance(row, dict):
+                best[which] = min(best.get(which, (1e9, choice)), (row[which], choice))
+        setattr(short, which.upper(), best[which][1])
+    for name, (g, r) in forms.items():
+        record(f"best {name}", lambda g=g, r=r: short_times(qkv, g, r))
+    pair = [t.detach().requires_grad_() for t in heads(16, 1024)[:2]]
+    o, v = (t.detach() for t in pair)
+    plain = lambda x: x[0] - visible_mean(x[1], 1024, causal=True)  # noqa: E731
+    for running.BLOCK, running.WARPS in RUNNING:
+        name = f"running {(running.BLOCK, running.WARPS)}"
+        record(name, lambda: times(lambda: running._less(o, v), lambda: running._less_backward(o)))
+        record(f"error {name}", lambda: error(lambda x: running.less_running_mean(*x), plain, pair))
+
+
+if __name__ == "__main__":
+    main()
