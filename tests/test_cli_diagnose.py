@@ -195,7 +195,8 @@ def test_not_finite_is_exit_code_1() -> None:
         ((SMALL, "--out", "report.pdf"), "ends in .html or .json, not 'report.pdf'"),
         ((SMALL, "--out", "folder.html"), "folder.html is a folder"),
         ((SMALL, "--out", "file/report.html"), "cannot write file/report.html"),
-        ((SMALL, "--heads", "one"), "--heads takes numbers, as in 0,3, not 'one'"),
+        ((SMALL, "--heads", "one"), "--heads takes numbers, as in 0,3 or 0-3, not 'one'"),
+        ((SMALL, "--heads", "0-99"), "there is no head 2, the last one is"),
         ((SMALL, "--heads", "99"), "there is no head 99, the last one is"),
         ((SMALL, "--heads", "-1"), "takes numbers from 0"),
         ((SMALL, "--layers", "99"), "99 is none of the model's"),
@@ -239,6 +240,8 @@ def test_an_input_of_ours_that_fails_points_to_one_of_theirs(
 
 def test_options_reach_the_measurement() -> None:
     out = ("--json", "--samples", "1", "--tokens", "5")
+    facts = json.loads(fine(SMALL, *out, "--layers", "0-1", "--weights-only").stdout)
+    assert {row["layer"] for row in facts["rows"]} == {0, 1}
     facts = json.loads(fine(SMALL, *out, "--layers", "-1", "--heads", "1", "--loss", "sum").stdout)
     assert {(r["layer"], r["head"]) for r in facts["rows"]} == {(5, None), (5, 1)}
     assert facts["info"]["tokens"] == 5

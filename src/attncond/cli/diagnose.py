@@ -116,7 +116,7 @@ def diagnose_command(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Numbers as in the table, or patterns of paths: 0,-1,blocks.1*",
+            help="Numbers as in the table, or patterns of paths: 0-3,-1,blocks.1*",
             rich_help_panel=_MEASURE,
         ),
     ] = None,
@@ -241,17 +241,27 @@ def _device(name: str) -> torch.device:
 def _layers(text: str | None) -> list[int | str] | None:
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    return [int(p) if p.removeprefix("-").isdecimal() else p for p in parts]
+    found: list[int | str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        found += _range(part) or [int(part) if part.removeprefix("-").isdecimal() else part]
+    return found
+
+
+def _range(text: str) -> list[int]:
+    """0-3 is 0, 1, 2, 3; anything else is nothing."""
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal()):
+        return []
+    return list(range(int(first), int(last) + 1))
 
 
 def _heads(text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
-        found = [int(part) for part in text.split(",")]
+        found = [n for part in text.split(",") for n in _range(part) or [int(part)]]
     except ValueError:
-        raise DiagnosisError(f"--heads takes numbers, as in 0,3, not '{text}'") from None
+        raise DiagnosisError(f"--heads takes numbers, as in 0,3 or 0-3, not '{text}'") from None
     if min(found) < 0:
         raise DiagnosisError(f"--heads takes numbers from 0, not '{text}'")
     return found

@@ -33,7 +33,7 @@ function median(values) {
 
 function changeSection() {
   if (!BEFORE) return;
-  const names = columnsOf(ROWS).filter((name) => !["heads", "tokens"].includes(name) && !isText(ROWS, name) && pairsOf(name).length);
+  const names = columnsOf(ROWS).filter((name) => !["heads", "tokens", "jacobian_kappa_error"].includes(name) && !isText(ROWS, name) && pairsOf(name).length);
   const medians = names.map((name) => {
     const pairs = pairsOf(name);
     const wholes = pairs.filter(({ row }) => row.head === null);

@@ -2,7 +2,7 @@
 // ---- The page: what it is about, what was found, then every part that has something to show.
 
 const FACTS = {
-  date: "measured", batch: "batch", device: "device", dtype: "weights", samples: "samples at most", tokens: "tokens of a Jacobian at most",
+  date: "measured", batch: "batch", device: "device", dtype: "precision", samples: "samples at most", tokens: "tokens of a Jacobian at most",
   seconds: "seconds", attncond: "attncond", torch: "torch",
 };
 const SHOWN = innerWidth < 640 ? 3 : 5;
