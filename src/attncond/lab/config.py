@@ -1,0 +1,280 @@
+"""What one run is made of: the schema that recipes are checked against.
+
+Values are checked strictly (a text is no number, ``true`` is no 1), unknown keys are refused, and
+combinations that cannot work are refused before anything is trained. The texts below the fields are
+what ``attncond lab show`` prints.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from attncond.errors import ConditioningError
+from attncond.methods import Method, Spectral
+from attncond.methods.parse import parse_method
+
+Form = Literal["paper", "small", "smoke"]
+FORMS: tuple[Form, ...] = ("paper", "small", "smoke")
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Contradiction(ValueError):
+    """Values that are fine alone and impossible together; ``key`` is the one to change."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class Section(BaseModel):
+    """A part of a :class:`Config`; cannot be changed once made."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Augment(Section):
+    """How training images are varied."""
+
+    crop: Annotated[int, Field(ge=0)] = 0
+    """Pixels of padding for a random crop of the image's own size; 0: none."""
+    flip: bool = False
+    """Mirror half of the images."""
+    randaugment: str | None = None
+    """RandAugment as timm writes it, e.g. rand-m9-mstd0.5-inc1."""
+    mixup: NonNegative = 0.0
+    """alpha of mixup; 0: off."""
+    cutmix: NonNegative = 0.0
+    """alpha of cutmix; 0: off."""
+    mixup_prob: Share = 1.0
+    """Share of the batches that are mixed."""
+    erase: Share = 0.0
+    """Probability of random erasing."""
+    jitter: NonNegative = 0.0
+    """Strength of colour jitter."""
+    repeats: Count = 1
+    """Views of an image in one batch (repeated augmentation)."""
+
+
+class Data(Section):
+    """Which images, and how they are split."""
+
+    name: Literal["digits", "cifar10", "cifar10_binary", "tiny_imagenet32", "image_folder"]
+    """The data set."""
+    image_size: Count
+    """Height and width that the model sees."""
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the training images held out to choose settings on; 0: none."""
+    limit: Count | None = None
+    """Only the first so many training images after shuffling."""
+    augment: Augment = Augment()
+    workers: Annotated[int, Field(ge=0)] = 4
+    """Processes that decode images, for sets that do not fit into memory."""
+
+
+class Model(Section):
+    """Which network."""
+
+    name: str
+    """A key of attncond.lab.models.MODELS, or the name of any timm model."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments of the model, e.g. {depth: 4}."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Stochastic depth, as the model's own drop_path_rate."""
+    norm: bool = True
+    """False: every LayerNorm is left out (Table 6)."""
+    init: str = "default"
+    """default, mimetic, or a method such as spectral:lam=1, which is applied and folded into the
+    weights before training, so that it is an initialisation and nothing else."""
+
+
+class Optim(Section):
+    """AdamW."""
+
+    lr: Positive
+    """Largest learning rate."""
+    weight_decay: NonNegative = 0.05
+    """Not applied to biases, norms, tokens and position tables."""
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    qkv_lr: Positive = 1.0
+    """Multiplies the learning rate of W_Q, W_K and W_V."""
+    clip: Positive | None = None
+    """Largest norm of the gradient."""
+
+
+class Schedule(Section):
+    """Linear warm-up, then cosine down to min_lr."""
+
+    epochs: Count
+    warmup_epochs: NonNegative = 0.0
+    min_lr: NonNegative = 0.0
+
+
+class Train(Section):
+    """How a step is made."""
+
+    batch_size: Count
+    """Images of one optimizer step, over all processes and accumulated parts."""
+    accumulate: Count = 1
+    """Parts that a batch is computed in."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: bool = False
+    """torch.compile."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of the moving average of the weights that is evaluated instead of them."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    distill: Literal["hard", "soft"] | None = None
+    """How a DeiT's distillation head follows the teacher; none: both heads learn the labels."""
+    teacher: str | None = None
+    """Folder of the finished run whose model is the teacher."""
+    checkpoint_every: Count = 1000
+    """Optimizer steps between two checkpoints."""
+    evaluate_every: Count = 1
+    """Epochs between two evaluations on the validation images."""
+
+
+class Watch(Section):
+    """The Monitor."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps between two measurements; 0: off."""
+    probe: bool = False
+    """Also run the model on a fixed batch: entropy, gap, the attention Jacobian."""
+    tokens: Count = 64
+    """Tokens that the probe looks at."""
+
+
+class Config(Section):
+    """Everything that decides one run."""
+
+    recipe: str
+    form: Form
+    variant: str
+    seed: Annotated[int, Field(ge=0)]
+    data: Data
+    model: Model
+    methods: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Methods as attncond.methods.parse reads them, applied in this order."""
+    optim: Optim
+    schedule: Schedule
+    train: Train
+    watch: Watch = Watch()
+
+    def conditioners(self) -> tuple[Method, ...]:
+        """``methods`` as objects for :func:`attncond.condition`."""
+        return tuple(parse_method(text) for text in self.methods)
+
+    def check_device(self, device: str) -> None:
+        """Refuse what the kind of device ("cpu", "cuda", ...) cannot compute."""
+        if self.train.precision == "fp16" and device == "cpu":
+            raise Contradiction("train.precision", "fp16 needs a GPU; on a CPU use fp32 or bf16")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        for check in (_methods, _model, _data, _training):
+            check(self)
+        return self
+
+
+def _methods(c: Config) -> None:
+    kinds: dict[type, str] = {}
+    for text in c.methods:
+        method = _method("methods", text)
+        if type(method) in kinds:
+            raise Contradiction(
+                "methods",
+                f"'{kinds[type(method)]}' and '{text}' are two methods of one kind "
+                f"({type(method).__name__}); a model can carry one of each kind",
+            )
+        kinds[type(method)] = text
+
+
+def _method(key: str, text: str) -> Method:
+    try:
+        return parse_method(text)
+    except ConditioningError as error:
+        raise Contradiction(key, str(error)) from error
+
+
+def _model(c: Config) -> None:
+    own = {
+        "num_classes": "the data decides it",
+        "img_size": "say data.image_size",
+        "in_chans": "the data decides it",
+        "drop_path_rate": "say model.drop_path",
+    }
+    for name, advice in own.items():
+        if name in c.model.kwargs:
+            raise Contradiction(f"model.kwargs.{name}", f"{name} cannot be given here: {advice}")
+    init = c.model.init
+    if init not in ("default", "mimetic"):
+        method = _method("model.init", init)
+        if not isinstance(method, Spectral):
+            raise Contradiction(
+                "model.init",
+                f"'{init}' is no initialisation: only default, mimetic and spectral methods are, "
+                "because only these can be folded into the weights",
+            )
+
+
+def _data(c: Config) -> None:
+    d, size = c.data, c.train.batch_size
+    if d.limit is not None and int(d.limit * (1 - d.validation)) < size:
+        raise Contradiction(
+            "data.limit",
+            f"{d.limit} images, {d.validation:g} of them held out, do not fill one batch of {size} "
+            "(train.batch_size)",
+        )
+    if d.name == "image_folder" and d.augment.crop:
+        raise Contradiction(
+            "data.augment.crop",
+            "an image_folder is cropped at random sizes anyway; the padded crop is for sets of "
+            "small images",
+        )
+    if d.augment.crop >= d.image_size:
+        raise Contradiction(
+            "data.augment.crop",
+            f"{d.augment.crop} pixels of padding for images of {d.image_size} (data.image_size)",
+        )
+    if size % d.augment.repeats:
+        raise Contradiction(
+            "data.augment.repeats",
+            f"{d.augment.repeats} views of each image do not divide a batch of {size} "
+            "(train.batch_size)",
+        )
+
+
+def _training(c: Config) -> None:
+    s, t = c.schedule, c.train
+    if s.warmup_epochs >= s.epochs:
+        raise Contradiction(
+            "schedule.warmup_epochs",
+            f"a warm-up of {s.warmup_epochs:g} epochs leaves nothing of a training of {s.epochs} "
+            "(schedule.epochs)",
+        )
+    if s.min_lr > c.optim.lr:
+        raise Contradiction(
+            "schedule.min_lr", f"{s.min_lr:g} is above the largest rate, optim.lr = {c.optim.lr:g}"
+        )
+    if t.batch_size % t.accumulate:
+        raise Contradiction(
+            "train.accumulate",
+            f"a batch of {t.batch_size} (train.batch_size) has no {t.accumulate} equal parts",
+        )
+    if (t.distill is None) != (t.teacher is None):
+        raise Contradiction(
+            "train.teacher" if t.teacher is None else "train.distill",
+            "distillation needs both: train.distill (hard or soft) and train.teacher, the folder "
+            "of a finished run",
+        )
+    if c.watch.probe and not c.watch.every:
+        raise Contradiction("watch.probe", "a probe is never run while watch.every is 0")

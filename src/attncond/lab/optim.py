@@ -1,0 +1,50 @@
+"""Parameter groups: what decays, and what has the learning rate of W_Q, W_K and W_V."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.optim import param_groups_weight_decay
+from torch import nn
+
+from attncond.inspection import inspect
+from attncond.lab.config import Optim
+
+__all__ = ["parameter_groups", "qkv_parameters"]
+
+
+def qkv_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The weights that hold W_Q, W_K and W_V, and all other parameters, in the model's order.
+
+    A fused weight counts as one of the first; biases do not. Works on conditioned models too.
+    """
+    weights = {id(p.raw) for site in inspect(model) for p in site.projections}
+    parameters = list(model.parameters())
+    return (
+        [p for p in parameters if id(p) in weights],
+        [p for p in parameters if id(p) not in weights],
+    )
+
+
+def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
+    """Groups for ``torch.optim.AdamW(groups, betas=..., eps=...)``; each has its own ``lr``.
+
+    timm's rule says what does not decay: vectors, biases, and what the model itself names (tokens,
+    position tables). A group's ``name`` is decay, no_decay or qkv.
+    """
+    own: Any = getattr(model, "no_weight_decay", tuple)
+    qkv = {id(p) for p in qkv_parameters(model)[0]}
+    groups: dict[str, dict[str, Any]] = {}
+    found = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=own())
+    for group in found:
+        decay = group["weight_decay"]
+        for parameter in group["params"]:
+            rate = optim.lr
+            name = "decay" if decay else "no_decay"
+            if id(parameter) in qkv:
+                name, rate = "qkv", optim.lr * optim.qkv_lr
+            made = groups.setdefault(
+                name, {"name": name, "params": [], "lr": rate, "weight_decay": decay}
+            )
+            made["params"].append(parameter)
+    return list(groups.values())
