@@ -7,15 +7,30 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from attncond.lab.data.source import DataSettings, Files, Split
+from attncond.lab.data.crops import Crops, padded
+from attncond.lab.data.draws import Draw, Ints, evaluation_bounds, image_order, rank_places
+from attncond.lab.data.erasing import Erasing
+from attncond.lab.data.layers import Layers, colour_jitter, rand_augment
+from attncond.lab.data.mixing import Mixing
+from attncond.lab.data.source import DataError, DataSettings, Files, Split
+from attncond.lab.data.streaming import Stream
 
 __all__ = ["Batches"]
 
 
 class Batches:
-    """One rank's share of every batch of ``batch_size * world`` images."""
+    """One rank's share of every batch of ``batch_size * world`` images.
+
+    In training every epoch has its own order and augmentation, both functions of ``seed`` and the
+    epoch's number, and what does not fill a batch is left out. In evaluation images come in their
+    own order, all of them, as they are. Images are float (N, C, H, W), normalised, on ``device``;
+    targets are int64 labels, or float (N, ``classes``) in training with mixup or cutmix, with
+    ``smoothing`` in them.
+
+    >>> batches = Batches(source.train, data, batch_size=256, ...)          # doctest: +SKIP
+    >>> for images, targets in batches.epoch(3, start=17): ...              # doctest: +SKIP
+    """
 
     def __init__(
         self,
@@ -31,41 +46,114 @@ class Batches:
         world: int = 1,
         smoothing: float = 0.0,
     ) -> None:
-        assert isinstance(split, Split)
-        self.device = torch.device(device)
-        self.images = split.images.to(self.device)
-        self.labels = split.labels.to(self.device)
-        self.mean = torch.tensor(split.mean, device=self.device).view(1, -1, 1, 1) * 255
-        self.std = torch.tensor(split.std, device=self.device).view(1, -1, 1, 1) * 255
-        self.augment, self.train, self.seed = data.augment, train, seed
+        self.data, self.train, self.seed = data, train, seed
         self.batch_size, self.rank, self.world = batch_size, rank, world
-        n, whole = len(split), batch_size * world
-        self.steps_per_epoch = n // whole if train else -(-n // whole)
+        self.classes, self.smoothing = classes, smoothing
+        self.device = torch.device(device)
+        self.count = len(split)
+        self.mixes = train and bool(data.augment.mixup or data.augment.cutmix)
+        self.steps_per_epoch = self._steps()
+        self._mean = self._per_channel(split.mean)
+        self._std = self._per_channel(split.std)
+        self._images: Tensor | None = None
+        if isinstance(split, Split):
+            self._images = padded(split.images.to(self.device), data.augment.crop if train else 0)
+            self._labels = split.labels.to(self.device)
+            self.size = split.images.shape[-1]
+        else:
+            self._stream = Stream(split, data, seed, train, self.device.type == "cuda")
+            self.size = data.image_size
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of an epoch from step ``start`` on: normalised float images, and targets."""
-        n, chunks = len(self.labels), self.steps_per_epoch * self.world
-        if not self.train:
-            for step in range(start, self.steps_per_epoch):
-                c = step * self.world + self.rank
-                here = slice(c * n // chunks, (c + 1) * n // chunks)
-                yield (self.images[here].float() - self.mean) / self.std, self.labels[here]
-            return
-        random = np.random.default_rng([self.seed, number])
-        order = torch.from_numpy(random.permutation(n)).to(self.device)
-        pad = self.augment.crop
-        shift = torch.from_numpy(random.integers(0, 2 * pad + 1, (n, 2))).to(self.device)
-        mirrored = torch.from_numpy(random.random(n) < 0.5).to(self.device) & self.augment.flip
+        """Batches of an epoch from step ``start`` on: images and targets."""
+        return self._training(number, start) if self.train else self._evaluation(start)
+
+    def _training(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        augment = self.data.augment
+        places = rank_places(
+            self.steps_per_epoch, self.batch_size, self.rank, self.world, self.mixes
+        )
+        order = image_order(self.count, augment.repeats, self.seed, number)
+        draw = Draw(self.seed, number, self.count, places, self.device)
+        erase = Erasing(draw, augment.erase, self.size) if augment.erase else None
+        mix = None
+        if self.mixes:
+            mix = Mixing(augment, draw, self.size, self.classes, self.smoothing)
+        if self._images is not None:
+            batches = self._views(self._images, draw, order, start)
+        else:
+            batches = self._streamed(number, places, order, start)
+        for step, (images, labels) in enumerate(batches, start):
+            images = self._normalised(images)
+            if erase is not None:
+                images = erase(images, step)
+            yield (images, labels) if mix is None else mix(images, labels, step)
+
+    def _views(
+        self, images: Tensor, draw: Draw, order: Ints, start: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        augment = self.data.augment
+        crops = Crops(augment, draw, order, self.size)
+        fill = (self._mean.flatten()).round()
+        layers: Layers | None = None
+        if augment.randaugment:
+            layers = rand_augment(draw, augment.randaugment, self.size, fill)
+        elif augment.jitter:  # as in timm, RandAugment takes its place
+            layers = colour_jitter(draw, augment.jitter, fill)
         for step in range(start, self.steps_per_epoch):
-            first = (step * self.world + self.rank) * self.batch_size
-            here = slice(first, first + self.batch_size)
-            x = self.images[order[here]]
-            size = x.shape[-1]
-            along = torch.arange(size, device=self.device)
-            rows = shift[here, 0, None] + along
-            along = torch.where(mirrored[here, None], along.flip(0), along)
-            columns = shift[here, 1, None] + along
-            x = F.pad(x, (pad,) * 4)
-            each = torch.arange(len(x), device=self.device).view(-1, 1, 1)
-            x = x.permute(0, 2, 3, 1)[each, rows[:, :, None], columns[:, None, :]]
-            yield (x.permute(0, 3, 1, 2).float() - self.mean) / self.std, self.labels[order[here]]
+            views = crops(images, step)
+            yield views if layers is None else layers(views, step), self._labels[crops.which[step]]
+
+    def _streamed(
+        self, number: int, places: Ints, order: Ints, start: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        keys = [
+            [(number, place, image) for place, image in zip(row, order[row].tolist(), strict=True)]
+            for row in places[start:].tolist()
+        ]
+        for images, labels in self._stream(keys):
+            yield self._here(images), self._here(labels)
+
+    def _evaluation(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        bounds = evaluation_bounds(self.count, self.batch_size, self.rank, self.world)[start:]
+        if self._images is None:
+            keys = [[(0, i, i) for i in range(low, high)] for low, high in bounds]
+            for images, labels in self._stream(keys):
+                yield self._normalised(self._here(images)), self._here(labels)
+            return
+        for low, high in bounds:
+            images = self._images[low:high].permute(0, 3, 1, 2).contiguous()
+            yield self._normalised(images), self._labels[low:high]
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return (images.float() - self._mean) / self._std
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(np.array(values) * 255, dtype=torch.float32, device=self.device).view(
+            1, -1, 1, 1
+        )
+
+    def _steps(self) -> int:
+        whole = self.batch_size * self.world
+        if self.batch_size < 1:
+            raise DataError(
+                f"a batch of {self.batch_size} images per process: at least 1 is needed"
+            )
+        if self.mixes and self.batch_size % 2:
+            raise DataError(
+                f"mixup and cutmix mix images in pairs: a batch of {self.batch_size} per process "
+                "is odd. Change train.batch_size or train.accumulate"
+            )
+        if not self.count:
+            raise DataError("there is no image to make batches of")
+        if not self.train:
+            return -(-self.count // whole)
+        if self.count < whole:
+            raise DataError(
+                f"{self.count} training images do not fill one batch of {whole}: make "
+                "train.batch_size smaller, or data.limit larger"
+            )
+        return self.count // whole

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attncond.errors import ConditioningError
@@ -82,7 +85,7 @@ class Files:
     """Images that stay on disk, below ``root``, and their labels, int64 (N,)."""
 
     root: Path
-    names: tuple[str, ...]
+    names: NDArray[np.bytes_]  # an array, not objects: workers share its memory for good
     labels: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -92,8 +95,11 @@ class Files:
 
     def take(self, places: Tensor) -> Files:
         """The files at these places, in this order."""
-        names = tuple(self.names[i] for i in places.tolist())
-        return replace(self, names=names, labels=self.labels[places])
+        return replace(self, names=self.names[places.numpy()], labels=self.labels[places])
+
+    def path(self, place: int) -> Path:
+        """Where an image is."""
+        return self.root / os.fsdecode(self.names[place])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""timm's image operations (Pillow's, in fact) for a batch of images on any device.
+
+Images are float tensors (N, 3, H, W) that hold whole numbers from 0 to 255. Each operation takes
+one row of ``amount`` (N, 6) per image and rounds as Pillow does, so that it gives what timm gives.
+What deviates: geometric operations interpolate linearly, where timm takes linear or cubic at
+random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["OPERATIONS", "Operation"]
+
+Operation = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, amount, fill (3,)
+
+
+def _whole(images: Tensor) -> Tensor:
+    # Pillow cuts off what is behind the point; a little more keeps 254.99999 from becoming 254.
+    return (images + 1e-3).floor_().clamp_(0, 255)
+
+
+def _one(amount: Tensor) -> Tensor:
+    return amount[:, 0].view(-1, 1, 1, 1)
+
+
+def _keep(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    return images
+
+
+def _affine(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    """Each output pixel from where ``amount`` (a, b, c, d, e, f) puts it: x' = ax + by + c."""
+    height, width = images.shape[-2:]
+    y = torch.arange(height, device=images.device).view(1, -1, 1) + 0.5
+    x = torch.arange(width, device=images.device).view(1, 1, -1) + 0.5
+    a, b, c, d, e, f = (each.view(-1, 1, 1) for each in amount.unbind(1))
+    from_x, from_y = a * x + b * y + c, d * x + e * y + f
+    grid = torch.stack([from_x * (2 / width) - 1, from_y * (2 / height) - 1], -1)
+    moved = F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
+    return torch.where(inside[:, None], _whole(moved), fill.view(1, -1, 1, 1))
+
+
+def _auto_contrast(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    spread = high - low
+    return torch.where(spread > 0, _whole((images - low) * (255 / spread.clamp(min=1))), images)
+
+
+def _equalize(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    values = images.flatten(2).long()
+    counts = values.new_zeros(*values.shape[:2], 256).scatter_add_(
+        2, values, torch.ones_like(values)
+    )
+    brightest = counts.gather(2, values.amax(2, keepdim=True))
+    step = (values.shape[2] - brightest) // 255
+    below = counts.cumsum(2) - counts
+    table = (step // 2 + below) // step.clamp(min=1)
+    table = torch.where(step > 0, table.clamp(max=255), torch.arange(256, device=images.device))
+    return table.gather(2, values).view(images.shape).to(images.dtype)
+
+
+def _invert(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    return 255 - images
+
+
+def _posterize(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    """``amount`` is the smallest difference that is kept, 2 ** (8 - bits)."""
+    step = _one(amount)
+    return (images / step).floor() * step
+
+
+def _solarize(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    return torch.where(images < _one(amount), images, 255 - images)
+
+
+def _solarize_add(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    return torch.where(images < 128, (images + _one(amount)).clamp(max=255), images)
+
+
+def _blend(degenerate: Tensor | float, images: Tensor, amount: Tensor) -> Tensor:
+    return _whole(degenerate + _one(amount) * (images - degenerate))
+
+
+def _grey(images: Tensor) -> Tensor:
+    red, green, blue = images.split(1, 1)
+    return ((red * 19595 + green * 38470 + blue * 7471 + 32768) / 65536).floor()
+
+
+def _colour(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    return _blend(_grey(images), images, amount)
+
+
+def _contrast(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    mean = (_grey(images).mean((1, 2, 3), keepdim=True) + 0.5).floor()
+    return _blend(mean, images, amount)
+
+
+def _brightness(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    return _blend(0.0, images, amount)
+
+
+def _sharpness(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
+    # Sums of shifted images, because a convolution on the GPU may round to ten bits.
+    h, w = images.shape[-2] - 2, images.shape[-1] - 2
+    total = images[:, :, 1:-1, 1:-1] * 4
+    for i in range(3):
+        for j in range(3):
+            total = total + images[:, :, i : i + h, j : j + w]
+    smooth = images.clone()
+    smooth[:, :, 1:-1, 1:-1] = (total / 13 + 0.5).floor()
+    return _blend(smooth, images, amount)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "keep": _keep,
+    "affine": _affine,
+    "AutoContrast": _auto_contrast,
+    "Equalize": _equalize,
+    "Invert": _invert,
+    "Posterize": _posterize,
+    "Solarize": _solarize,
+    "SolarizeAdd": _solarize_add,
+    "Color": _colour,
+    "Contrast": _contrast,
+    "Brightness": _brightness,
+    "Sharpness": _sharpness,
+}
