@@ -149,8 +149,8 @@ class Watch(Section):
     """Optimizer steps between two measurements; 0: off."""
     probe: bool = False
     """Also run the model on a fixed batch: entropy, gap, the attention Jacobian."""
-    tokens: Count = 64
-    """Tokens that the probe looks at."""
+    tokens: Count | None = 64
+    """Tokens that the probe's Jacobians are made of; none: no Jacobians."""
 
 
 class Config(Section):
@@ -244,12 +244,6 @@ def _data(c: Config) -> None:
         raise Contradiction(
             "data.augment.crop",
             f"{d.augment.crop} pixels of padding for images of {d.image_size} (data.image_size)",
-        )
-    if size % d.augment.repeats:
-        raise Contradiction(
-            "data.augment.repeats",
-            f"{d.augment.repeats} views of each image do not divide a batch of {size} "
-            "(train.batch_size)",
         )
 
 

@@ -346,7 +346,6 @@ def _unknown_key(path: list[str]) -> str:
     for part in path[:-1]:
         section = _section(section.model_fields[part].annotation) or section
     known = [name for name in section.model_fields if name not in _IDENTITY]
-    message = _unknown("unknown key", ".".join(path), ())
     message = f"there is no key '{'.'.join(path)}'."
     close = difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
     prefix = ".".join(path[:-1])
