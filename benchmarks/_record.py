@@ -31,7 +31,7 @@ def write(path: Path, figures: dict[str, Any]) -> None:
         hardware["torch_threads"] = torch.get_num_threads()
     versions = {"attncond": attncond.__version__, "torch": torch.__version__}
     versions["python"] = platform.python_version()
-    for name in ("timm", "transformers"):
+    for name in ("timm", "transformers", "weightwatcher"):
         if name in sys.modules:
             versions[name] = sys.modules[name].__version__
     record = {

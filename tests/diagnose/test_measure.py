@@ -30,6 +30,22 @@ def test_small_singular_values_are_resolved_where_a_gram_matrix_cannot(kappa, si
     torch.testing.assert_close(found, sigma, rtol=1e-5, atol=0)
 
 
+def test_large_matrices_of_which_half_a_gram_matrix_is_formed():
+    a = torch.randn(2, 700, 530, dtype=torch.float64)
+    torch.testing.assert_close(
+        measure.singular_values(a), torch.linalg.svdvals(a), rtol=1e-9, atol=0
+    )
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e-30, 1e30, 1e200])
+def test_no_square_overflows_or_vanishes(size):
+    a = torch.randn(3, 5, 8, dtype=torch.float64)
+    a[1] *= size
+    torch.testing.assert_close(
+        measure.singular_values(a), torch.linalg.svdvals(a), rtol=1e-9, atol=0
+    )
+
+
 def test_a_batch_with_a_broken_matrix_answers_for_the_others():
     a = torch.eye(3).repeat(3, 1, 1)
     a[1, 0, 0] = math.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from attncond.diagnose.measure import Values
 from attncond.diagnose.progress import Clock
 from attncond.diagnose.replayed import ReplayJob
 from attncond.diagnose.report import Report, Row, Spectrum
+from attncond.diagnose.threads import side_by_side
 from attncond.effective import full, records
 from attncond.errors import DiagnosisError
 from attncond.inspection import Unsupported
@@ -28,6 +29,7 @@ from attncond.sites import Projection, Site, class_name
 __all__ = ["Diagnosis", "Options", "choose_sites"]
 
 _POINTS = 64  # singular values that are kept of one projection
+_SEVERAL = 1 << 23  # entries of a weight up to which several are solved at a time
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,18 @@ class Options:
     tokens: int | None
     jacobian: bool
     gradients: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """One projection as it is stored or used: (heads, head_dim, in)."""
+
+    layer: int
+    site: Site
+    projection: Projection
+    names: tuple[str, ...]  # prefixes of the columns that it is for
+    matrix: Tensor
+    last: bool  # of its site
 
 
 def choose_sites(
@@ -96,38 +110,45 @@ class Diagnosis:
         for layer, site in self.sites:
             for key in [None, *self.heads(site)]:
                 self.weights[layer, key] = {}
+        raw = [p.raw for _, site in self.sites for p in site.projections]
+        several = all(w.device.type == "cpu" and w.numel() <= _SEVERAL for w in raw)
+        found = side_by_side(_spectra, self._matrices(), several)
+        with torch.no_grad(), closing(found):
+            for weight, (whole, parts) in found:
+                self._note_weight(weight, whole, parts)
+                if weight.last:
+                    self.clock.step()
+
+    def _matrices(self) -> Iterator[_Weight]:
+        """Those of all projections, as long as there is time."""
+        for layer, site in self.sites:
             if self.clock.spent:
                 self.skipped["weights"] += 1
                 continue
-            with torch.no_grad():
-                for p in site.projections:
-                    self._measure_weight(layer, site, p)
-            self.clock.step()
+            for p in site.projections:
+                last = p is site.projections[-1]
+                conditioned = p.name in records(p.owner)
+                names = ("raw_",) if conditioned else ("raw_", "")
+                raw = p.matrix(full(p.raw.detach()))
+                yield _Weight(layer, site, p, names, raw, last and not conditioned)
+                if conditioned:
+                    yield _Weight(layer, site, p, ("",), used_weight(p), last)
 
-    def _measure_weight(self, layer: int, site: Site, p: Projection) -> None:
-        raw = p.matrix(full(p.raw.detach()))
-        versions = [("raw_", raw)]
-        if p.name in records(p.owner):
-            versions.append(("", used_weight(p)))
-        for prefix, matrix in versions:
-            both = [prefix] if len(versions) > 1 else ["raw_", ""]
-            whole = measure.singular_values(matrix.flatten(0, 1))
-            parts = measure.singular_values(matrix) if p.heads > 1 else whole[None]
-            shape = (p.heads * p.head_dim, p.in_features)
-            found: dict[int | None, Values] = {None: measure.weight(whole, shape)}
-            for h in self.heads(site):
-                sigma = parts[h * p.heads // site.heads]
-                found[h] = measure.weight(sigma, (p.head_dim, p.in_features))
-            for name in both:
-                for key, values in found.items():
-                    self.weights[layer, key] |= {
-                        f"{name}{p.role}_{k}": v for k, v in values.items()
-                    }
-                points = measure.spread(len(whole), _POINTS)
-                kept = tuple(float(f"{v:.7g}") for v in whole[points].tolist())
-                ranks = tuple(i + 1 for i in points)
-                spectrum = Spectrum(layer, site.path, p.role, name == "raw_", ranks, kept)
-                self.spectra.append(spectrum)
+    def _note_weight(self, weight: _Weight, whole: Tensor, parts: Tensor) -> None:
+        layer, site, p = weight.layer, weight.site, weight.projection
+        shape = (p.heads * p.head_dim, p.in_features)
+        found: dict[int | None, Values] = {None: measure.weight(whole, shape)}
+        for h in self.heads(site):
+            sigma = parts[h * p.heads // site.heads]
+            found[h] = measure.weight(sigma, (p.head_dim, p.in_features))
+        points = measure.spread(len(whole), _POINTS)
+        kept = tuple(float(f"{v:.7g}") for v in whole[points].tolist())
+        ranks = tuple(i + 1 for i in points)
+        for name in weight.names:
+            for key, values in found.items():
+                self.weights[layer, key] |= {f"{name}{p.role}_{k}": v for k, v in values.items()}
+            spectrum = Spectrum(layer, site.path, p.role, name == "raw_", ranks, kept)
+            self.spectra.append(spectrum)
 
     def raw_weights(self) -> list[Tensor]:
         """The stored parameters of all sites, each once."""
@@ -255,6 +276,14 @@ class Diagnosis:
             "tokens": self.options.tokens,
             "seconds": round(self.clock.seconds, 3),
         }
+
+
+def _spectra(weight: _Weight) -> tuple[Tensor, Tensor]:
+    """Singular values of the whole, and of the heads."""
+    with torch.no_grad():  # in a thread of its own
+        whole = measure.singular_values(weight.matrix.flatten(0, 1))
+        several = weight.projection.heads > 1
+        return whole, measure.singular_values(weight.matrix) if several else whole[None]
 
 
 def _over_heads(found: Sequence[Values]) -> Values:
