@@ -71,7 +71,8 @@ def rank_places(steps: int, batch: int, rank: int, world: int, paired: bool) -> 
         inside = np.concatenate([first, (whole - 1 - first)[::-1]])
     else:
         inside = np.arange(rank * batch, (rank + 1) * batch)
-    return np.arange(steps)[:, None] * whole + inside
+    places: Ints = np.arange(steps)[:, None] * whole + inside
+    return places
 
 
 def evaluation_bounds(images: int, batch: int, rank: int, world: int) -> list[tuple[int, int]]:

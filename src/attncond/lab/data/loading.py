@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import difflib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.nn import functional as F
 
-from attncond.lab.data import digits, parquet
+from attncond.lab.data.binary import BINARY, binary_files, read_binary
+from attncond.lab.data.cache import kept
+from attncond.lab.data.digits import NOTE, read_digits
+from attncond.lab.data.folder import folder_note, read_folders
+from attncond.lab.data.parquet import PARQUET, parquet_files, read_parquet
+from attncond.lab.data.places import data_folder
 from attncond.lab.data.source import DataError, DataSettings, Files, Source, Split
 from attncond.lab.data.split import hold_out, shuffled
 
-__all__ = ["load"]
+__all__ = ["NAMES", "load"]
+
+NAMES = ("digits", *PARQUET, *BINARY, "image_folder")
+_SMALLEST = 8
+_LARGEST_BYTES = 16e9
+
+Part = TypeVar("Part", Split, Files)
 
 
 def load(data: DataSettings, root: Path | None = None, seed: int = 0) -> Source:
@@ -21,50 +34,82 @@ def load(data: DataSettings, root: Path | None = None, seed: int = 0) -> Source:
 
     ``root`` is the folder with its files; None is the environment's ATTNCOND_DATA, or ``data``.
     ``seed`` decides nothing but which images are taken where ``data.limit`` is set: the split into
-    training and validation is the same for every seed.
+    training and validation is the same for every seed, and the test is never split.
+
+    >>> load(recipe.data).note  # doctest: +SKIP
+    'scikit-learn digits (1,797 images of 8x8), 20% of each class for the test'
     """
-    folder = Path(root or os.environ.get("ATTNCOND_DATA") or "data")
+    folder = data_folder(root)
+    if data.name == "image_folder":
+        files, test_files, classes = read_folders(folder)
+        note = folder_note(folder, len(classes), len(files), len(test_files))
+        return _parts(data, files, test_files, len(classes), note, seed)
     if data.name == "digits":
-        (train, test), classes, note = digits.read_digits(), 10, digits.NOTE
-    elif data.name in parquet.PARQUET:
-        what = parquet.PARQUET[data.name]
-        train = parquet.read_parquet(folder / what.train, what)
-        test = parquet.read_parquet(folder / what.test, what)
-        classes, note = what.classes, what.note
+        train, test = read_digits()
+        number, note = 10, NOTE
+    elif data.name in PARQUET:
+        what = PARQUET[data.name]
+        train, test = (
+            kept(data.name, [path], partial(read_parquet, path, what))
+            for path in parquet_files(folder, what)
+        )
+        number, note = what.classes, what.note + _unusual(train, test, what.counts)
+    elif data.name in BINARY:
+        binary = BINARY[data.name]
+        train, test = (
+            kept(data.name, paths, partial(read_binary, paths, binary))
+            for paths in binary_files(folder, binary)
+        )
+        number, note = binary.classes, binary.note + _unusual(train, test, binary.counts)
     else:
-        raise DataError(f"no such data set: {data.name}")
-    return _parts(data, train, test, classes, note, seed)
+        close = difflib.get_close_matches(data.name, NAMES, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise DataError(f"no data set is called '{data.name}': {', '.join(NAMES)}.{hint}")
+    native = train.images.shape[-1]
+    if native != data.image_size:
+        train, test = _resized(train, data.image_size), _resized(test, data.image_size)
+        note += f"; scaled from {native}x{native} to {data.image_size}x{data.image_size}"
+    return _parts(data, train, test, number, note, seed)
 
 
 def _parts(
-    data: DataSettings, train: Split, test: Split, classes: int, note: str, seed: int
+    data: DataSettings, train: Part, test: Part, classes: int, note: str, seed: int
 ) -> Source:
-    train, test = _resized(train, data.image_size), _resized(test, data.image_size)
-    mean, std = train.mean, train.std
-    validation = None
+    validation: Part | None = None
     if data.validation:
-        kept, held = hold_out(train.labels, data.validation, "validation")
-        train, validation = train.take(kept), train.take(held)
+        kept_places, held = hold_out(train.labels, data.validation, "validation")
+        train, validation = train.take(kept_places), train.take(held)
     if data.limit is not None:
-        train = _limited(train, data.limit, seed)
-        validation = validation and _limited(validation, data.limit, seed)
-        test = _limited(test, data.limit, seed)
-        note += f"; only {data.limit} images of each part are used"
-    return Source(train, validation, test, classes, mean, std, note)
+        train, test = _limited(train, data.limit, seed), _limited(test, data.limit, seed)
+        validation = None if validation is None else _limited(validation, data.limit, seed)
+        note += f"; limited to {data.limit} images for each of training, validation and test"
+    return Source(train, validation, test, classes, train.mean, train.std, note)
 
 
-def _limited(split: Split, limit: int, seed: int) -> Split:
-    return split.take(shuffled(len(split), seed)[:limit])
+def _limited(part: Part, limit: int, seed: int) -> Part:
+    return part.take(shuffled(len(part), seed)[:limit])
+
+
+def _unusual(train: Split, test: Split, counts: tuple[int, int]) -> str:
+    if (len(train), len(test)) == counts:
+        return ""
+    return f"; {len(train):,} training and {len(test):,} test images instead of all"
 
 
 def _resized(split: Split, size: int) -> Split:
-    if split.images.shape[-1] == size:
-        return split
-    done = [
-        F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True)
-        .round()
-        .clamp(0, 255)
-        .to(torch.uint8)
-        for part in split.images.split(4096)
-    ]
-    return replace(split, images=torch.cat(done))
+    if size < _SMALLEST:
+        raise DataError(
+            f"data.image_size is {size}: images need at least {_SMALLEST} pixels a side"
+        )
+    if len(split) * 3 * size * size > _LARGEST_BYTES:
+        raise DataError(
+            f"data.image_size is {size}: {len(split):,} images of that size would take "
+            f"{len(split) * 3 * size * size / 1e9:.0f} GB in memory. Take smaller ones, or put "
+            "them into folders and use image_folder"
+        )
+    images = torch.empty(len(split), split.images.shape[1], size, size, dtype=torch.uint8)
+    for start in range(0, len(split), 1024):
+        part = split.images[start : start + 1024].float()
+        larger = F.interpolate(part, (size, size), mode="bilinear", antialias=True)
+        images[start : start + 1024] = larger.round().clamp(0, 255).to(torch.uint8)
+    return replace(split, images=images)

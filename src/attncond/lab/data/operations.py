@@ -82,13 +82,14 @@ def _solarize_add(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
     return torch.where(images < 128, (images + _one(amount)).clamp(max=255), images)
 
 
-def _blend(degenerate: Tensor | float, images: Tensor, amount: Tensor) -> Tensor:
+def _blend(degenerate: Tensor, images: Tensor, amount: Tensor) -> Tensor:
     return _whole(degenerate + _one(amount) * (images - degenerate))
 
 
 def _grey(images: Tensor) -> Tensor:
     red, green, blue = images.split(1, 1)
-    return ((red * 19595 + green * 38470 + blue * 7471 + 32768) / 65536).floor()
+    grey: Tensor = ((red * 19595 + green * 38470 + blue * 7471 + 32768) / 65536).floor()
+    return grey
 
 
 def _colour(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _contrast(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
 
 
 def _brightness(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
-    return _blend(0.0, images, amount)
+    return _blend(torch.zeros_like(images), images, amount)
 
 
 def _sharpness(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:

@@ -10,19 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncond.lab.data.source import DataError, Split
+from attncond.lab.data.decoding import decoded
+from attncond.lab.data.places import readable, reading, required
+from attncond.lab.data.source import DataError, Split, checked_labels
 
-__all__ = ["PARQUET", "ParquetSet", "read_parquet"]
+__all__ = ["PARQUET", "ParquetSet", "parquet_files", "read_parquet"]
 
-_CHUNK = 2048  # images handed to the decoder at once
+_COLUMNS = ("image", "label")
 
 
 @dataclass(frozen=True)
 class ParquetSet:
-    """Two files, what is in them, and where they come from."""
+    """Two files, what is in them, and where their images come from."""
 
+    title: str
     train: str
     test: str
+    counts: tuple[int, int]
     classes: int
     size: int
     mean: tuple[float, float, float]
@@ -33,55 +37,82 @@ class ParquetSet:
 
 PARQUET = {
     "cifar10": ParquetSet(
+        title="CIFAR-10 as Parquet",
         train="cifar10_jpeg_train.parquet",
         test="cifar10_jpeg_test.parquet",
+        counts=(50_000, 10_000),
         classes=10,
         size=32,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
         note=(
-            "CIFAR-10, JPEG copy (quality 75, 4:2:0; about 30 dB from the original): not exactly "
+            "CIFAR-10, JPEG copy (quality 75, 4:2:0, about 30 dB from the original): not exactly "
             "comparable with published CIFAR-10 numbers"
         ),
-        origin="https://www.cs.toronto.edu/~kriz/cifar.html",
+        origin=(
+            "The original images are at https://www.cs.toronto.edu/~kriz/cifar.html; "
+            "data.name=cifar10_binary reads its binary version "
+            "(https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz)."
+        ),
     ),
     "tiny_imagenet32": ParquetSet(
+        title="Tiny-ImageNet at 32x32 as Parquet",
         train="tinyimagenet32_train.parquet",
         test="tinyimagenet32_val.parquet",
+        counts=(100_000, 10_000),
         classes=200,
         size=32,
         mean=(0.4802, 0.4481, 0.3975),
         std=(0.2770, 0.2691, 0.2821),
         note=(
-            "Tiny-ImageNet scaled to 32x32, JPEG copy; its validation images are the test here "
-            "(its own test has no labels); 20 images share their bytes with another"
+            "Tiny-ImageNet scaled from 64x64 to 32x32, JPEG copy: not comparable with published "
+            "numbers; its validation images are the test here (its own test has no labels); 20 "
+            "training images are there twice, each with two different labels"
         ),
-        origin="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+        origin=(
+            "The original images are at http://cs231n.stanford.edu/tiny-imagenet-200.zip; scale "
+            "them to 32x32 and write columns image (encoded bytes) and label (0 to 199)."
+        ),
     ),
 }
 
 
+def parquet_files(folder: Path, what: ParquetSet) -> list[Path]:
+    """Training and test file, both there."""
+    return readable(folder, (what.train, what.test), what.title, what.origin)
+
+
 def read_parquet(path: Path, what: ParquetSet) -> Split:
-    """All images of one file, decoded."""
+    """All images of one file, decoded, in the order of its rows."""
     encoded, labels = _columns(path, what)
-    images = _decoded(path, encoded, what.size)
-    return Split(images, labels, what.mean, what.std)
+    checked_labels(labels, what.classes, path.name)
+    return Split(decoded(encoded, what.size, path.name), labels, what.mean, what.std)
 
 
-def _columns(path: Path, what: ParquetSet) -> tuple[list[bytes], Tensor]:
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(path, columns=["image", "label"])
+def _columns(path: Path, what: ParquetSet) -> tuple[list[bytes | None], Tensor]:
+    arrow, parquet = required("pyarrow", what.title), required("pyarrow.parquet", what.title)
+    try:
+        with reading(path):
+            file = parquet.ParquetFile(path)
+            _check_columns(path, file.schema_arrow, arrow)
+            table = file.read(columns=list(_COLUMNS))
+    except arrow.ArrowException as error:
+        raise DataError(
+            f"{path} is no whole Parquet file ({path.stat().st_size:,} bytes): it was cut off or "
+            f"damaged on its way; get it again. {what.origin}"
+        ) from error
+    if table["label"].null_count:
+        raise DataError(f"{path.name}: {table['label'].null_count} rows have no label")
     labels = torch.from_numpy(table["label"].to_numpy().astype(np.int64))
     return table["image"].to_pylist(), labels
 
 
-def _decoded(path: Path, encoded: list[bytes], size: int) -> Tensor:
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    images = torch.empty(len(encoded), 3, size, size, dtype=torch.uint8)
-    for start in range(0, len(encoded), _CHUNK):
-        part = encoded[start : start + _CHUNK]
-        inputs = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in part]
-        images[start : start + len(part)] = torch.stack(decode_jpeg(inputs, mode=ImageReadMode.RGB))
-    return images
+def _check_columns(path: Path, schema: Any, arrow: Any) -> None:
+    found = ", ".join(f"{field.name}: {field.type}" for field in schema)
+    wanted = "image: binary and label: integer"
+    if not set(_COLUMNS) <= set(schema.names):
+        raise DataError(f"{path.name} has columns {found}; it needs {wanted}")
+    image, label = schema.field("image").type, schema.field("label").type
+    binary = arrow.types.is_binary(image) or arrow.types.is_large_binary(image)
+    if not binary or not arrow.types.is_integer(label):
+        raise DataError(f"{path.name} has columns {found}; it needs {wanted}")

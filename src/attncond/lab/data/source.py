@@ -116,3 +116,21 @@ class Source:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     note: str
+
+
+def checked_labels(labels: Tensor, classes: int, where: str) -> None:
+    """Refuse what has no images, labels out of range, or a class without images."""
+    if not len(labels):
+        raise DataError(f"{where} has no images")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        wrong = low if low < 0 else high
+        row = int((labels == wrong).nonzero()[0])
+        raise DataError(f"{where}, row {row}: label {wrong} is not one of 0 to {classes - 1}")
+    present = set(labels.unique().tolist())
+    if missing := sorted(set(range(classes)) - present):
+        named = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        raise DataError(
+            f"{where} has images of {len(present)} classes instead of {classes} (none of {named}): "
+            "it is a part of the data set, or another one"
+        )

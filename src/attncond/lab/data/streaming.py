@@ -30,7 +30,7 @@ class Stream:
     def __init__(self, files: Files, data: DataSettings, seed: int, train: bool, pin: bool) -> None:
         dataset = _Images(files, _transform(files, data, train), seed)
         self._keys: list[list[Key]] = []
-        self._loader: DataLoader[Batch | str] = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=_Handed(self),
             num_workers=data.workers,

@@ -1,0 +1,102 @@
+"""CIFAR-10 and CIFAR-100 in their own binary format: label bytes, then 3,072 bytes of image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from attncond.lab.data.places import readable, reading
+from attncond.lab.data.source import DataError, Split, checked_labels
+
+__all__ = ["BINARY", "BinarySet", "binary_files", "read_binary"]
+
+_SIZE = 32
+_PIXELS = 3 * _SIZE * _SIZE
+_PICKLES = ("data_batch_1", "train", "cifar-10-batches-py", "cifar-100-python")
+
+
+@dataclass(frozen=True)
+class BinarySet:
+    """The files of a binary version, as they are called in its archive."""
+
+    title: str
+    folder: str
+    train: tuple[str, ...]
+    test: str
+    counts: tuple[int, int]
+    classes: int
+    label_bytes: int  # the last of them counts
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    note: str
+    archive: str
+
+
+BINARY = {
+    "cifar10_binary": BinarySet(
+        title="CIFAR-10, binary version",
+        folder="cifar-10-batches-bin",
+        train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+        test="test_batch.bin",
+        counts=(50_000, 10_000),
+        classes=10,
+        label_bytes=1,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        note="CIFAR-10, original images",
+        archive="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    ),
+    "cifar100_binary": BinarySet(
+        title="CIFAR-100, binary version",
+        folder="cifar-100-binary",
+        train=("train.bin",),
+        test="test.bin",
+        counts=(50_000, 10_000),
+        classes=100,
+        label_bytes=2,
+        mean=(0.5071, 0.4867, 0.4408),
+        std=(0.2675, 0.2565, 0.2761),
+        note="CIFAR-100, original images, fine labels",
+        archive="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+    ),
+}
+
+
+def binary_files(folder: Path, what: BinarySet) -> tuple[list[Path], list[Path]]:
+    """Training and test files, in the folder or in the archive's folder below it."""
+    with reading(folder):
+        inner = folder / what.folder
+        here = inner if inner.is_dir() else folder
+        pickles = [name for name in _PICKLES if (here / name).exists()]
+        if pickles and not (here / what.test).exists():
+            raise DataError(
+                f"{here / pickles[0]} belongs to the Python version of CIFAR, which is stored as "
+                "pickles; a pickle can run any program when it is read, so none is ever loaded "
+                f"here. Get the binary version, {what.archive}, and unpack it into {folder}"
+            )
+    how = f"Get {what.archive} and unpack it there."
+    files = readable(here, (*what.train, what.test), what.title, how)
+    return files[:-1], files[-1:]
+
+
+def read_binary(paths: list[Path], what: BinarySet) -> Split:
+    """All images of some files, one after another."""
+    record = what.label_bytes + _PIXELS
+    parts = []
+    for path in paths:
+        with reading(path):
+            content = np.fromfile(path, np.uint8)
+        if len(content) % record:
+            raise DataError(
+                f"{path} has {len(content):,} bytes, no multiple of the {record:,} that an image "
+                f"takes: it was cut off or is another file. Get it again from {what.archive}"
+            )
+        parts.append(content.reshape(-1, record))
+    rows = torch.from_numpy(np.concatenate(parts))
+    labels = rows[:, what.label_bytes - 1].long()
+    checked_labels(labels, what.classes, ", ".join(path.name for path in paths))
+    images = rows[:, what.label_bytes :].reshape(-1, 3, _SIZE, _SIZE).contiguous()
+    return Split(images, labels, what.mean, what.std)
