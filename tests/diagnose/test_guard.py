@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import attncond as ac
+from attncond import kernels
 from attncond.diagnose import jacobians, measure
 from attncond.diagnose.guard import unwrapped
 
@@ -144,3 +145,15 @@ def test_inside_inference_mode():
     with torch.inference_mode():
         report = ac.diagnose(model, case.run)
     assert report.rows == ac.diagnose(model, case.run).rows
+
+
+def test_attention_is_seen_where_kernels_of_our_own_would_compute_it(monkeypatch):
+    case = CASE["timm-vit"]
+    model = case.make()
+    ac.condition(model, ac.Precondition())
+    want = ac.diagnose(model, case.run).rows[1].values
+    # As on a GPU that they suit; only they must not be asked.
+    monkeypatch.setattr(kernels, "suit_short", lambda *_: kernels.ENABLED)
+    monkeypatch.setattr(kernels, "short_attention", None)
+    assert ac.diagnose(model, case.run).rows[1].values == want
+    assert kernels.ENABLED

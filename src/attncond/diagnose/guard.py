@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attncond import kernels
+
 __all__ = ["unchanged", "unwrapped"]
 
 
@@ -44,6 +46,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         fast = torch.backends.mha.get_fastpath_enabled()
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
+        # Nor does attention that our own kernels compute, where heads are conditioned, call torch's.
+        stack.callback(setattr, kernels, "ENABLED", kernels.ENABLED)
+        kernels.ENABLED = False
         for module in model.modules():
             # Not model.eval(): a train() of one's own may merge adapters into the weights.
             module.__dict__["training"] = False
