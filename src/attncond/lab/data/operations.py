@@ -2,8 +2,8 @@
 
 Images are float tensors (N, 3, H, W) that hold whole numbers from 0 to 255. Each operation takes
 one row of ``amount`` (N, 6) per image and rounds as Pillow does, so that it gives what timm gives.
-What deviates: geometric operations interpolate linearly, where timm takes linear or cubic at
-random.
+What deviates: geometric operations interpolate linearly, where timm takes linear or cubic at random
+(and, in single precision, a few pixels end one below or above Pillow's).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Operation = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, amount, fill (
 
 
 def _whole(images: Tensor) -> Tensor:
-    # Pillow cuts off what is behind the point; a little more keeps 254.99999 from becoming 254.
-    return (images + 1e-3).floor_().clamp_(0, 255)
+    """Pillow cuts off what is behind the point."""
+    return images.floor().clamp_(0, 255)
 
 
 def _one(amount: Tensor) -> Tensor:
@@ -41,14 +41,18 @@ def _affine(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
     from_x, from_y = a * x + b * y + c, d * x + e * y + f
     grid = torch.stack([from_x * (2 / width) - 1, from_y * (2 / height) - 1], -1)
     moved = F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    # A little more, or 255 times weights that add up to 0.9999999 would be cut off to 254.
+    moved = _whole(moved + 1e-4)
     inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    return torch.where(inside[:, None], _whole(moved), fill.view(1, -1, 1, 1))
+    return torch.where(inside[:, None], moved, fill.view(1, -1, 1, 1))
 
 
 def _auto_contrast(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    spread = high - low
-    return torch.where(spread > 0, _whole((images - low) * (255 / spread.clamp(min=1))), images)
+    # In double, and as Pillow writes it: 85 * 3.0 less 0 is one of many numbers at the edge.
+    scale = 255 / (high - low).double().clamp(min=1)
+    stretched = _whole(images * scale - low * scale).to(images.dtype)
+    return torch.where(high > low, stretched, images)
 
 
 def _equalize(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:

@@ -134,7 +134,22 @@ def _transform(files: Files, data: DataSettings, train: bool) -> Callable[[Any],
             f"data.augment.randaugment: timm does not understand '{augment.randaugment}'; "
             "e.g. rand-m9-mstd0.5-inc1"
         ) from error
+    for step in getattr(made, "transforms", ()):
+        for operation in getattr(step, "ops", ()):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterize
     return made
+
+
+def _posterize(picture: Any, bits: int, **_: Any) -> Any:
+    """timm asks for no bit at all at times: black, which Pillow 13 refuses to make."""
+    from PIL import ImageOps
+
+    return ImageOps.posterize(picture, min(bits, 8)) if bits > 0 else picture.point(_black)
+
+
+def _black(value: int) -> int:
+    return 0
 
 
 def _collate(items: list[tuple[Tensor, int] | str]) -> Batch | str:
