@@ -7,6 +7,7 @@ what ``attncond lab show`` prints.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -25,12 +26,16 @@ Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Contradiction(ValueError):
-    """Values that are fine alone and impossible together; ``key`` is the one to change."""
+class RecipeError(ConditioningError):
+    """A recipe, or what was set on top of it, cannot be run; the message names the key."""
 
-    def __init__(self, key: str, message: str) -> None:
+
+class Contradiction(ValueError):
+    """Values that are fine alone and impossible together; ``keys`` are those that disagree."""
+
+    def __init__(self, keys: str | tuple[str, ...], message: str) -> None:
         super().__init__(message)
-        self.key = key
+        self.keys = (keys,) if isinstance(keys, str) else keys
 
 
 class Section(BaseModel):
@@ -176,13 +181,22 @@ class Config(Section):
     def check_device(self, device: str) -> None:
         """Refuse what the kind of device ("cpu", "cuda", ...) cannot compute."""
         if self.train.precision == "fp16" and device == "cpu":
-            raise Contradiction("train.precision", "fp16 needs a GPU; on a CPU use fp32 or bf16")
+            raise RecipeError("train.precision: fp16 needs a GPU; on a CPU use fp32 or bf16")
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
         for check in (_methods, _model, _data, _training):
             check(self)
         return self
+
+
+# Arguments of timm's models that other settings decide.
+_GIVEN = {
+    "num_classes": "the data decides it",
+    "img_size": "say data.image_size",
+    "in_chans": "the data decides it",
+    "drop_path_rate": "say model.drop_path",
+}
 
 
 def _methods(c: Config) -> None:
@@ -206,44 +220,52 @@ def _method(key: str, text: str) -> Method:
 
 
 def _model(c: Config) -> None:
-    own = {
-        "num_classes": "the data decides it",
-        "img_size": "say data.image_size",
-        "in_chans": "the data decides it",
-        "drop_path_rate": "say model.drop_path",
-    }
-    for name, advice in own.items():
+    for name, advice in _GIVEN.items():
         if name in c.model.kwargs:
             raise Contradiction(f"model.kwargs.{name}", f"{name} cannot be given here: {advice}")
+    try:
+        json.dumps(c.model.kwargs, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Contradiction("model.kwargs", f"not plain data: {error}") from error
     init = c.model.init
-    if init not in ("default", "mimetic"):
-        method = _method("model.init", init)
-        if not isinstance(method, Spectral):
-            raise Contradiction(
-                "model.init",
-                f"'{init}' is no initialisation: only default, mimetic and spectral methods are, "
-                "because only these can be folded into the weights",
-            )
+    if init not in ("default", "mimetic") and not isinstance(_method("model.init", init), Spectral):
+        raise Contradiction(
+            "model.init",
+            f"'{init}' is no initialisation: only default, mimetic and spectral methods are, "
+            "because only these can be folded into the weights",
+        )
 
 
 def _data(c: Config) -> None:
     d, size = c.data, c.train.batch_size
     if d.limit is not None and int(d.limit * (1 - d.validation)) < size:
         raise Contradiction(
-            "data.limit",
-            f"{d.limit} images, {d.validation:g} of them held out, do not fill one batch of {size} "
-            "(train.batch_size)",
+            ("data.limit", "train.batch_size"),
+            f"{d.limit} images, {d.validation:g} of them held out, do not fill one batch of {size}",
         )
+    if d.name == "digits" and d.image_size < 8:
+        raise Contradiction("data.image_size", "digits have 8 pixels a side; no fewer will do")
     if d.name == "image_folder" and d.augment.crop:
         raise Contradiction(
-            "data.augment.crop",
+            ("data.augment.crop", "data.name"),
             "an image_folder is cropped at random sizes anyway; the padded crop is for sets of "
             "small images",
         )
     if d.augment.crop >= d.image_size:
         raise Contradiction(
-            "data.augment.crop",
-            f"{d.augment.crop} pixels of padding for images of {d.image_size} (data.image_size)",
+            ("data.augment.crop", "data.image_size"),
+            f"{d.augment.crop} pixels of padding for images of {d.image_size}",
+        )
+    if d.augment.randaugment is not None and not d.augment.randaugment.startswith("rand-"):
+        raise Contradiction(
+            "data.augment.randaugment",
+            f"'{d.augment.randaugment}' is not written as timm does, like rand-m9-mstd0.5-inc1",
+        )
+    part = size // c.train.accumulate
+    if (d.augment.mixup or d.augment.cutmix) and part % 2:
+        raise Contradiction(
+            ("train.batch_size", "data.augment.mixup", "data.augment.cutmix"),
+            f"mixup and cutmix pair the images of a batch, and {part} is odd",
         )
 
 
@@ -251,24 +273,30 @@ def _training(c: Config) -> None:
     s, t = c.schedule, c.train
     if s.warmup_epochs >= s.epochs:
         raise Contradiction(
-            "schedule.warmup_epochs",
-            f"a warm-up of {s.warmup_epochs:g} epochs leaves nothing of a training of {s.epochs} "
-            "(schedule.epochs)",
+            ("schedule.warmup_epochs", "schedule.epochs"),
+            f"a warm-up of {s.warmup_epochs:g} epochs leaves nothing of a training of {s.epochs}",
         )
     if s.min_lr > c.optim.lr:
         raise Contradiction(
-            "schedule.min_lr", f"{s.min_lr:g} is above the largest rate, optim.lr = {c.optim.lr:g}"
+            ("schedule.min_lr", "optim.lr"),
+            f"the last learning rate, {s.min_lr:g}, is above the largest, {c.optim.lr:g}",
         )
     if t.batch_size % t.accumulate:
         raise Contradiction(
-            "train.accumulate",
-            f"a batch of {t.batch_size} (train.batch_size) has no {t.accumulate} equal parts",
+            ("train.accumulate", "train.batch_size"),
+            f"a batch of {t.batch_size} cannot be computed in {t.accumulate} equal parts",
         )
     if (t.distill is None) != (t.teacher is None):
         raise Contradiction(
-            "train.teacher" if t.teacher is None else "train.distill",
-            "distillation needs both: train.distill (hard or soft) and train.teacher, the folder "
-            "of a finished run",
+            ("train.distill", "train.teacher"),
+            "distillation needs both: hard or soft, and a teacher, the folder of a finished run",
+        )
+    if t.distill and "deit" not in c.model.name:
+        raise Contradiction(
+            ("train.distill", "model.name"),
+            f"'{c.model.name}' has no distillation head; a deit has",
         )
     if c.watch.probe and not c.watch.every:
-        raise Contradiction("watch.probe", "a probe is never run while watch.every is 0")
+        raise Contradiction(
+            ("watch.probe", "watch.every"), "a probe is never run while watch.every is 0"
+        )

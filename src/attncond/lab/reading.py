@@ -27,6 +27,8 @@ _Loader.add_implicit_resolver(
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
         if key.value in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key '{key.value}' stands there twice", key.start_mark
@@ -50,5 +52,7 @@ def parse_yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error)
         raise YamlError(f"line {mark.line + 1}: {what}" if mark else what) from error
-    except ValueError as error:  # a date that does not exist, an int that is too long
+    except (ValueError, TypeError) as error:  # no such date, an int too long, a list as a key
         raise YamlError(str(error)) from error
+    except RecursionError as error:
+        raise YamlError("nested too deeply") from error

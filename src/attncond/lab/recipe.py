@@ -1,9 +1,10 @@
 """Recipes: one YAML file per experiment, read, inherited, overridden and checked.
 
 A recipe has ``name``, ``title``, ``tables`` and three kinds of settings: ``common``, ``forms``
-(paper, small, smoke) and ``variants`` (what is compared). ``base`` names a recipe to start from and
-``keep`` which of its variants stay (all unless said). A variant may start from another recipe's:
-``from: swin-cifar10/spectral``. Later settings win, key by key:
+(paper, small, smoke) and ``variants`` (what is compared). ``base`` names a recipe to start from,
+one of the library's or a file beside it, and ``keep`` which of its variants stay (all unless said).
+A variant may start from another recipe's: ``from: swin-cifar10/spectral``. Later settings win, key
+by key, lists as a whole:
 
     base (or from), common, form, variant, --set
 
@@ -12,28 +13,26 @@ A setting that names another model drops the ``model.kwargs`` that were meant fo
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from attncond.errors import ConditioningError
+from attncond.lab.complaints import IDENTITY, Layer, explain, unknown
 from attncond.lab.config import (
     FORMS,
     Augment,
     Config,
-    Contradiction,
     Data,
     Form,
     Model,
     Optim,
+    RecipeError,
     Schedule,
-    Section,
     Train,
     Watch,
 )
@@ -57,38 +56,26 @@ __all__ = [
 ]
 
 Tree = dict[str, Any]
+Layers = tuple[Layer, ...]
 
 _KEYS = ("name", "title", "tables", "base", "keep", "common", "forms", "variants")
-_IDENTITY = {"recipe": "NAME", "form": "--form", "variant": "--variants", "seed": "--seeds"}
-
-
-class RecipeError(ConditioningError):
-    """A recipe, or what was set on top of it, cannot be run; the message names the key."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Settings and where they were written."""
-
-    origin: str
-    tree: Tree
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One experiment: three forms of it, and the variants that it compares."""
+    """One experiment: its forms, and the variants that it compares."""
 
     name: str
     title: str
     tables: tuple[str, ...]
     origin: str
-    layers: Mapping[str, tuple[Layer, ...]] = field(repr=False)
-    variant_layers: Mapping[str, tuple[Layer, ...]] = field(repr=False)
+    form_layers: Mapping[str, Layers] = field(repr=False)
+    variant_layers: Mapping[str, Layers] = field(repr=False)
 
     @property
     def forms(self) -> dict[str, Tree]:
         """The settings of each form, without any variant."""
-        return {form: _merged(layers) for form, layers in self.layers.items()}
+        return {form: _merged(layers) for form, layers in self.form_layers.items()}
 
     @property
     def variants(self) -> dict[str, Tree]:
@@ -110,40 +97,46 @@ class Recipe:
         >>> load("vit-cifar10").config("small", "tuned", overrides={"optim.lr": "5e-4"}).optim.lr
         0.0005
         """
-        layers = [*self._layers(form, variant), *_set(overrides or {})]
-        identity = {"recipe": self.name, "form": form, "variant": variant, "seed": seed}
+        layers = [*self._layers(form, variant, ()), *_set(overrides or {})]
         tree = _merged(layers)
         if isinstance(tree.get("methods"), str):  # --set methods=spectral
             tree["methods"] = [tree["methods"]]
+        identity = {"recipe": self.name, "form": form, "variant": variant, "seed": seed}
         try:
             return Config.model_validate({**tree, **identity})
         except ValidationError as error:
             where = f"recipe '{self.name}', form {form}, variant {variant}"
-            raise RecipeError(_explain(error, layers, where)) from error
+            raise RecipeError(explain(error, layers, where)) from error
 
     def check(self) -> None:
         """Refuse now what any form or variant would refuse when it is run."""
-        for form in self.layers:
+        for form in self.form_layers:
             for variant in self.variant_layers:
                 self.config(form, variant)
 
-    def _layers(self, form: str, variant: str) -> list[Layer]:
-        if form not in self.layers:
-            raise RecipeError(_unknown(f"recipe '{self.name}' has no form", form, self.layers))
+    def _layers(self, form: str, variant: str, trail: tuple[str, ...]) -> Layers:
+        if form not in self.form_layers:
+            raise RecipeError(unknown(f"recipe '{self.name}' has no form", form, self.form_layers))
         if variant not in self.variant_layers:
             raise RecipeError(
-                _unknown(f"recipe '{self.name}' has no variant", variant, self.variant_layers)
+                unknown(f"recipe '{self.name}' has no variant", variant, self.variant_layers)
             )
+        here = f"{self.name}/{variant}"
+        if here in trail:
+            raise RecipeError(f"variants start from each other: {' -> '.join((*trail, here))}")
         own = self.variant_layers[variant]
         source = _merged(own).get("from")
-        below: list[Layer] = []
+        below: Layers = ()
         if source is not None:
             if not isinstance(source, str):
                 raise RecipeError(f"{own[-1].origin}: from must be RECIPE/VARIANT, not {source!r}")
             name, _, other = source.partition("/")
-            below = load(name)._layers(form, other or "baseline")
-        without = [Layer(x.origin, {k: v for k, v in x.tree.items() if k != "from"}) for x in own]
-        return [*below, *self.layers[form], *without]
+            try:
+                below = _built_in(name, ())._layers(form, other or "baseline", (*trail, here))
+            except RecipeError as error:
+                raise RecipeError(f"{own[-1].origin}: from: {error}") from error
+        stated = [Layer(x.origin, {k: v for k, v in x.tree.items() if k != "from"}) for x in own]
+        return (*below, *self.form_layers[form], *stated)
 
 
 def list_recipes() -> list[Recipe]:
@@ -156,117 +149,151 @@ def list_recipes() -> list[Recipe]:
 
 
 def load(name: str | Path) -> Recipe:
-    """A recipe of the library by its name, or a file by its path.
+    """A recipe of the library by its name, or a file by its path; a file is checked at once.
 
     Raises:
         RecipeError: There is none, or it cannot be read or run.
     """
-    text = str(name)
-    if isinstance(name, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
-        path = Path(name)
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise RecipeError(f"cannot read the recipe {path}: {reason}") from error
-        recipe = _recipe(content, str(path), ())
+    if isinstance(name, Path) or name.endswith((".yaml", ".yml")) or "/" in name:
+        recipe = _file(Path(name), ())
         recipe.check()
         return recipe
-    return _built_in(text, ())
+    return _built_in(name, ())
 
 
 @cache
 def _names() -> tuple[str, ...]:
-    files = resources.files("attncond.lab") / "recipes"
-    return tuple(sorted(f.name[:-5] for f in files.iterdir() if f.name.endswith(".yaml")))
+    files = (resources.files("attncond.lab") / "recipes").iterdir()
+    return tuple(sorted(f.name[:-5] for f in files if f.name.endswith(".yaml")))
 
 
 @cache
 def _built_in(name: str, trail: tuple[str, ...]) -> Recipe:
     if name not in _names():
         raise RecipeError(
-            _unknown("there is no recipe", name, _names())
+            unknown("there is no recipe", name, _names())
             + " A recipe of your own is given by its path (ending in .yaml)."
         )
+    file = resources.files("attncond.lab") / "recipes" / f"{name}.yaml"
+    return _recipe(file.read_text(encoding="utf-8"), f"{name}.yaml", None, _longer(trail, name))
+
+
+def _file(path: Path, trail: tuple[str, ...]) -> Recipe:
+    trail = _longer(trail, str(path.resolve()))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RecipeError(f"cannot read the recipe {path}: {reason}") from error
+    return _recipe(text, str(path), path.parent, trail)
+
+
+def _longer(trail: tuple[str, ...], name: str) -> tuple[str, ...]:
     if name in trail:
         raise RecipeError(f"recipes build on each other in a ring: {' -> '.join((*trail, name))}")
-    file = resources.files("attncond.lab") / "recipes" / f"{name}.yaml"
-    recipe = _recipe(file.read_text(encoding="utf-8"), f"{name}.yaml", (*trail, name))
-    if recipe.name != name:
-        raise RecipeError(f"{name}.yaml: name is '{recipe.name}', but the file says '{name}'")
-    return recipe
+    return (*trail, name)
 
 
-def _recipe(content: str, origin: str, trail: tuple[str, ...]) -> Recipe:
+def _recipe(text: str, origin: str, folder: Path | None, trail: tuple[str, ...]) -> Recipe:
+    """The recipe that a text says; ``folder`` is where a base that is a file is looked for."""
     try:
-        tree = parse_yaml(content)
+        tree = _mapping(parse_yaml(text), origin, "a recipe")
     except YamlError as error:
         raise RecipeError(f"{origin}: {error}") from error
-    _mapping(tree, origin, "a recipe")
     for key in tree:
         if key not in _KEYS:
-            raise RecipeError(f"{origin}: {_unknown('a recipe has no key', key, _KEYS)}")
+            raise RecipeError(f"{origin}: {unknown('a recipe has no key', key, _KEYS)}")
     for key in ("name", "title"):
         if not isinstance(tree.get(key), str) or not tree[key].strip():
             raise RecipeError(f"{origin}: {key} is missing; it must be a text")
-    tables, keep, base_name = (tree.get(k) for k in ("tables", "keep", "base"))
-    for key, value in (("tables", tables), ("keep", keep)):
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(x, str) for x in value)
-        ):
-            raise RecipeError(f"{origin}: {key} must be a list of texts, not {value!r}")
-    if base_name is not None and not isinstance(base_name, str):
-        raise RecipeError(f"{origin}: base must be the name of a recipe, not {base_name!r}")
-    base = _built_in(base_name, trail) if base_name else None
+    _folder_name(tree["name"], origin, "name")
+    base = _base(tree.get("base"), origin, folder, trail)
+    tables = _texts(tree.get("tables"), origin, "tables")
+    if tables is None:
+        tables = base.tables if base else ()
+    forms = _forms(tree, origin, base.form_layers if base else {})
+    variants = _variants(tree, origin, base.variant_layers if base else {})
+    return Recipe(tree["name"], tree["title"], tables, origin, forms, variants)
+
+
+def _base(name: Any, origin: str, folder: Path | None, trail: tuple[str, ...]) -> Recipe | None:
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise RecipeError(f"{origin}: base must be the name of a recipe, not {name!r}")
+    try:
+        if folder is not None and name.endswith((".yaml", ".yml")):
+            return _file(folder / name, trail)
+        return _built_in(name, trail)
+    except RecipeError as error:
+        raise RecipeError(f"{origin}: base: {error}") from error
+
+
+def _forms(tree: Tree, origin: str, inherited: Mapping[str, Layers]) -> dict[str, Layers]:
     common = _mapping(tree.get("common") or {}, origin, "common")
     forms = _mapping(tree.get("forms") or {}, origin, "forms")
     for form in forms:
         if form not in FORMS:
-            raise RecipeError(f"{origin}: {_unknown('there is no form', form, FORMS)}")
-    layers: dict[str, tuple[Layer, ...]] = {}
+            raise RecipeError(f"{origin}: {unknown('there is no form', form, FORMS)}")
+    layers: dict[str, Layers] = {}
     for form in FORMS:
-        if form not in forms and (base is None or form not in base.layers):
-            continue
-        own = [Layer(f"{origin} (common)", common)] if common else []
-        if settings := _mapping(forms.get(form) or {}, origin, f"forms.{form}"):
-            own.append(Layer(f"{origin} (forms.{form})", settings))
-        layers[form] = (base.layers.get(form, ()) if base else ()) + tuple(own)
+        if form in forms or form in inherited:
+            settings = _mapping(forms.get(form) or {}, origin, f"forms.{form}")
+            layers[form] = (
+                *inherited.get(form, ()),
+                Layer(f"{origin}, common", common),
+                Layer(f"{origin}, forms.{form}", settings),
+            )
     if not layers:
         raise RecipeError(f"{origin}: forms is missing; there are {', '.join(FORMS)}")
-    inherited = dict(base.variant_layers) if base else {}
+    return layers
+
+
+def _variants(tree: Tree, origin: str, inherited: Mapping[str, Layers]) -> dict[str, Layers]:
+    keep = _texts(tree.get("keep"), origin, "keep")
     for name in keep or ():
         if name not in inherited:
-            raise RecipeError(f"{origin}: keep: {_unknown('the base has no', name, inherited)}")
-    variants = {k: v for k, v in inherited.items() if keep is None or k in keep}
+            raise RecipeError(f"{origin}: keep: {unknown('its base has no', name, inherited)}")
+    layers = {k: v for k, v in inherited.items() if keep is None or k in keep}
     for name, changes in _mapping(tree.get("variants") or {}, origin, "variants").items():
-        if not isinstance(name, str) or not name or set(name) & set("/\\ \t\n") or name[0] == ".":
-            raise RecipeError(f"{origin}: variants: {name!r} cannot name a folder")
+        _folder_name(name, origin, "variants")
         settings = _mapping(changes or {}, origin, f"variants.{name}")
-        variants[name] = (
-            *variants.get(name, ()),
-            Layer(f"{origin} (variants.{name})", settings),
-        )
-    if not variants:
+        layers[name] = (*layers.get(name, ()), Layer(f"{origin}, variants.{name}", settings))
+    if not layers:
         raise RecipeError(f"{origin}: variants is missing; at least baseline: {{}}")
-    if tables is None:
-        tables = base.tables if base else ()
-    return Recipe(tree["name"], tree["title"], tuple(tables), origin, layers, variants)
+    return layers
 
 
 def _mapping(value: Any, origin: str, key: str) -> Tree:
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-        raise RecipeError(f"{origin}: {key} must map keys to values, not {value!r}")
+        raise RecipeError(f"{origin}: {key} must map names to values, not {value!r}")
     return value
+
+
+def _texts(value: Any, origin: str, key: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+        raise RecipeError(f"{origin}: {key} must be a list of texts, not {value!r}")
+    return tuple(value)
+
+
+def _folder_name(name: str, origin: str, key: str) -> None:
+    """Runs are kept in folders of these names."""
+    if not name.isprintable() or not name or set(name) & set('/\\ :*?"<>|') or name[0] in ".-":
+        raise RecipeError(f"{origin}: {key}: {name!r} cannot name a folder")
 
 
 def _set(overrides: Mapping[str, Any]) -> Iterator[Layer]:
     for key, text in overrides.items():
         origin = f"--set {key}={text}"
         parts = key.split(".")
-        if not all(parts):
+        if not all(part.strip() for part in parts):
             raise RecipeError(f"{origin}: '{key}' is no key; write it like optim.lr=1e-3")
-        if key in _IDENTITY:
-            raise RecipeError(f"{origin}: {key} is chosen with {_IDENTITY[key]}, not with --set")
+        if parts[0] in IDENTITY:
+            raise RecipeError(
+                f"{origin}: {key} is chosen with {IDENTITY[parts[0]]}, not with --set"
+            )
         try:
             value = parse_yaml(text) if isinstance(text, str) else text
         except YamlError as error:
@@ -276,13 +303,13 @@ def _set(overrides: Mapping[str, Any]) -> Iterator[Layer]:
         yield Layer(origin, value)
 
 
-def _merged(layers: Iterator[Layer] | list[Layer] | tuple[Layer, ...]) -> Tree:
+def _merged(layers: Iterable[Layer]) -> Tree:
     tree: Tree = {}
     for layer in layers:
         model, above = tree.get("model"), layer.tree.get("model")
         if isinstance(model, dict) and isinstance(above, dict):
-            named = above.get("name", model.get("name"))
-            if named != model.get("name"):
+            renamed = above.get("name", model.get("name")) != model.get("name")
+            if renamed and "name" in model:
                 tree = {**tree, "model": {k: v for k, v in model.items() if k != "kwargs"}}
         tree = _merge(tree, layer.tree)
     return tree
@@ -292,81 +319,7 @@ def _merge(below: Tree, above: Tree) -> Tree:
     both = dict(below)
     for key, value in above.items():
         old = both.get(key)
-        both[key] = (
-            _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merge(old, value)
+        both[key] = value
     return both
-
-
-def _unknown(what: str, name: Any, known: Any) -> str:
-    """'NAME', what it might have meant, and what there is."""
-    names = [str(x) for x in known]
-    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    guess = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"{what} '{name}'.{guess} There are {', '.join(names)}."
-
-
-def _explain(error: ValidationError, layers: list[Layer], where: str) -> str:
-    lines = [_line(dict(problem), layers) for problem in error.errors()]
-    return "\n".join([f"{where}:", *(f"  {line}" for line in lines)])
-
-
-def _line(problem: Tree, layers: list[Layer]) -> str:
-    """One problem: the key, what is wrong, and who said so."""
-    cause = problem.get("ctx", {}).get("error")
-    path = [str(p) for p in problem["loc"]]
-    if isinstance(cause, Contradiction):
-        path = cause.key.split(".")
-    key, value = ".".join(path), problem["input"]
-    if problem["type"] == "missing":
-        return f"{key} is missing"
-    if problem["type"] == "extra_forbidden":
-        message = _unknown_key(path)
-    elif isinstance(cause, Contradiction):
-        message = f"{key}: {cause}"
-    else:
-        said = problem["msg"].removeprefix("Input ").replace("should be", "must be")
-        message = f"{key} {said}, not {value!r}"
-    origin = next((x.origin for x in reversed(layers) if _has(x.tree, path)), None)
-    return f"{message} ({origin})" if origin else message
-
-
-def _has(tree: Any, path: list[str]) -> bool:
-    for part in path:
-        if isinstance(tree, list | tuple):
-            return True
-        if not isinstance(tree, dict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
-
-
-def _unknown_key(path: list[str]) -> str:
-    section: type[BaseModel] = Config
-    for part in path[:-1]:
-        section = _section(section.model_fields[part].annotation) or section
-    known = [name for name in section.model_fields if name not in _IDENTITY]
-    message = f"there is no key '{'.'.join(path)}'."
-    close = difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
-    prefix = ".".join(path[:-1])
-    guesses = [f"{prefix}.{name}" if prefix else name for name in close]
-    guesses += [k for k in _all_keys(Config) if k.split(".")[-1] == path[-1] and k not in guesses]
-    if guesses:
-        message += f" Did you mean {' or '.join(guesses)}?"
-    return f"{message} {prefix or 'A config'} has {', '.join(known)}."
-
-
-def _section(annotation: Any) -> type[Section] | None:
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, info in section.model_fields.items():
-        inner = _section(info.annotation)
-        if inner is not None:
-            yield from _all_keys(inner, f"{prefix}{name}.")
-        elif prefix or name not in _IDENTITY:
-            yield prefix + name
