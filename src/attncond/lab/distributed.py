@@ -1,0 +1,88 @@
+"""One process or many: accelerate's setup, DDP or FSDP2, and who stops when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from attncond.inspection import inspect
+from attncond.lab.config import Config
+from attncond.lab.folder import RunError
+from attncond.lab.timing import Stop
+
+__all__ = ["accelerated", "agreed", "blocks", "sharding", "wrap"]
+
+AGREE_EVERY = 10
+
+
+def sharding() -> bool:
+    """Whether weights are to be sharded: ``accelerate launch --use_fsdp`` says so."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+
+
+@contextmanager
+def accelerated(config: Config) -> Iterator[Accelerator]:
+    """An Accelerator for one run; the next run of this process may have other settings."""
+    precision = {"fp32": "no"}.get(config.train.precision, config.train.precision)
+    try:
+        accelerator = Accelerator(
+            mixed_precision=precision,
+            gradient_accumulation_steps=config.train.accumulate,
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharding() else None,
+        )
+        world, parts = accelerator.num_processes, config.train.accumulate
+        if config.train.batch_size % (world * parts):
+            raise RunError(
+                f"train.batch_size = {config.train.batch_size} cannot be shared out evenly to "
+                f"{world} processes in {parts} parts (train.accumulate) each"
+            )
+        config.check_device(accelerator.device.type)
+        yield accelerator
+        accelerator.free_memory()
+    finally:
+        AcceleratorState._reset_state()
+
+
+def wrap(accelerator: Accelerator, module: nn.Module) -> nn.Module:
+    """The module itself, in DDP, or sharded in place by FSDP2, block by block.
+
+    accelerate would shard on GPUs only; this way it is the same, and tested, everywhere. The
+    parameters stay in float32 and are cast where they are used, as they are in one process.
+    """
+    module.to(accelerator.device)
+    if accelerator.num_processes == 1:
+        return module
+    if not sharding():
+        wrapped: nn.Module = accelerator.prepare_model(module)
+        return wrapped
+    for block in blocks(module):
+        fully_shard(block)
+    fully_shard(module)
+    return module
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The modules around each attention: a transformer's blocks."""
+    paths = dict.fromkeys(site.path.rpartition(".")[0] for site in inspect(module))
+    return [module.get_submodule(path) for path in paths if path]
+
+
+def agreed(accelerator: Accelerator, stop: Stop, step: int) -> str | None:
+    """Why to stop after this step, the same in all processes; None: go on.
+
+    Alone, a process may stop at any step. Several ask each other every few steps, for one that
+    stops alone would leave the others waiting for ever.
+    """
+    if accelerator.num_processes == 1:
+        return stop.reason
+    if step % AGREE_EVERY:
+        return None
+    if stop.reason:
+        accelerator.set_trigger()
+    return (stop.reason or "another process's wish") if accelerator.check_trigger() else None

@@ -1,0 +1,198 @@
+"""A run's folder: one process at a time, one configuration for ever, every file whole.
+
+config.json comes first, metrics.jsonl grows by a line for each evaluation, result.json comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from attncond.diagnose.files import write_text
+from attncond.errors import ConditioningError
+from attncond.lab.config import Config
+
+__all__ = ["Interrupted", "Result", "RunError", "RunFolder", "dumps", "run_path"]
+
+_OWN = ("metrics.jsonl", "history.jsonl", "result.json", "model.safetensors", "config.json")
+_OWN_FOLDERS = ("checkpoints", "tensorboard")
+
+
+class RunError(ConditioningError):
+    """A run cannot start, go on or end; the message says what to do."""
+
+
+class Interrupted(RunError):
+    """A run was asked to stop, and saved what it needs to go on; ``reason`` says what asked it."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: ``values`` is its result.json."""
+
+    folder: Path
+    values: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def status(self) -> str:
+        """ "finished" or "diverged"."""
+        return str(self.values["status"])
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss was no number any more."""
+        return self.status == "diverged"
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """Per cent; None if the run diverged or left the test set unread."""
+        return self.values["test_accuracy"]  # type: ignore[no-any-return]
+
+    @property
+    def validation_accuracy(self) -> float | None:
+        """Per cent, after the last epoch; None if nothing was held out."""
+        return self.values["validation_accuracy"]  # type: ignore[no-any-return]
+
+
+def run_path(root: Path, config: Config) -> Path:
+    """``root/RECIPE/FORM/VARIANT/seed0``."""
+    return root / config.recipe / config.form / config.variant / f"seed{config.seed}"
+
+
+class RunFolder:
+    """The files of one run. Use it in a ``with``: the folder is locked until its end."""
+
+    def __init__(self, path: Path, *, main: bool = True) -> None:
+        self.path, self.main = path, main
+        self.checkpoints = path / "checkpoints"
+        self.history = path / "history.jsonl"
+        self.weights = path / "model.safetensors"
+        self._metrics = path / "metrics.jsonl"
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunFolder:
+        if not self.main:
+            return self
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written: {error.strerror}. Choose another folder with --out"
+            ) from error
+        try:
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # no such locks on this system
+            pass
+        except OSError as error:
+            self._lock.close()
+            raise RunError(
+                f"another process is training in {self.path}; wait for it, or choose another "
+                "folder with --out"
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()  # the file stays: to delete it would let two processes lock two
+
+    def claim(self, config: Config, resume: bool) -> None:
+        """Write config.json, or see that what is there is the same.
+
+        Raises:
+            RunError: The folder is of another configuration; the message names what differs.
+        """
+        if not resume:
+            for name in _OWN:
+                (self.path / name).unlink(missing_ok=True)
+            for name in _OWN_FOLDERS:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+        file, new = self.path / "config.json", json.loads(config.model_dump_json())
+        try:
+            old = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            write_text(file, json.dumps(new, indent=1) + "\n")
+            return
+        except ValueError as error:
+            raise RunError(f"{file} is damaged ({error}): delete {self.path}") from error
+        if changes := list(_changes(old, new)):
+            raise RunError(
+                f"{self.path} holds a run with other settings: {'; '.join(changes)}. Choose "
+                "another folder with --out, or start over with --restart"
+            )
+
+    def result(self) -> Result | None:
+        """How the run ended; None if it has not."""
+        file = self.path / "result.json"
+        try:
+            return Result(self.path, json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise RunError(f"{file} is damaged ({error}): delete it, and run again") from error
+
+    def finish(self, values: Mapping[str, Any]) -> None:
+        """Write result.json."""
+        write_text(self.path / "result.json", dumps(values, indent=1) + "\n")
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Drop what was measured after ``step``, which will be measured again; what is left."""
+        if not step:
+            self._metrics.unlink(missing_ok=True)
+            self.history.unlink(missing_ok=True)
+        if not self._metrics.exists():
+            return []
+        rows = []
+        for line in self._metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:  # the last line of a killed process
+                continue
+            if row["step"] <= step:
+                rows.append(row)
+        write_text(self._metrics, "".join(dumps(row) + "\n" for row in rows))
+        return rows
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl, and hand it to the system at once."""
+        try:
+            with open(self._metrics, "a", encoding="utf-8") as file:
+                file.write(dumps(row) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunError(f"{self._metrics} cannot be written: {error.strerror}") from error
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON as everything reads it: NaN and infinities, which a diverged run has, become null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(n for n in new if n not in old)]:
+            inner = f"{key}.{name}" if key else name
+            yield from _changes(old.get(name), new.get(name), inner)
+    elif old != new:
+        yield f"{key} was {json.dumps(old)} and is {json.dumps(new)}"

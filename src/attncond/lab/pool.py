@@ -1,0 +1,172 @@
+"""Several runs side by side: worker processes that share a device and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+__all__ = ["Pool"]
+
+SECONDS_TO_STOP = 120.0  # for a checkpoint; a worker that is still compiling may need them
+
+
+class _Run(Protocol):
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def kind(self) -> tuple[Hashable, Hashable]: ...
+
+
+Run = TypeVar("Run", bound=_Run)
+
+
+class Pool(Generic[Run]):
+    """Hands runs to ``jobs`` workers until none is left.
+
+    A worker gets a run of the kind that it had before, if there is one, because that is compiled
+    already; then one of its architecture; workers spread over the kinds first.
+
+    Args:
+        runs: What to do.
+        jobs: How many at a time.
+        tell: A run as what ``attncond.lab.worker`` reads.
+        ended: Called with each run, its state and a message, as they end.
+        deadline: No run is begun after it.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        jobs: int,
+        tell: Callable[[Run], dict[str, Any]],
+        ended: Callable[[Run, str, str], None],
+        deadline: float | None = None,
+    ) -> None:
+        self.waiting = list(runs)
+        self.jobs = min(jobs, len(runs))
+        self.tell, self.ended, self.deadline = tell, ended, deadline
+        self.stopping = False
+        self._lock = threading.Lock()
+        self._busy: dict[int, Run] = {}
+        self._workers: dict[int, subprocess.Popen[str]] = {}
+
+    def run(self) -> None:
+        """Return when everything has ended.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the runs under way have written their checkpoints by then.
+        """
+        threads = [threading.Thread(target=self._serve, args=(n,)) for n in range(self.jobs)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)  # Ctrl-C is heard in between
+        except KeyboardInterrupt:
+            self._stop()
+            end = time.monotonic() + SECONDS_TO_STOP
+            try:
+                for thread in threads:
+                    thread.join(max(0.0, end - time.monotonic()))
+            finally:  # a second Ctrl-C, too
+                self._each(subprocess.Popen.kill)
+            raise
+
+    def _stop(self) -> None:
+        with self._lock:
+            self.stopping = True
+        self._each(subprocess.Popen.terminate)
+
+    def _each(self, what: Callable[[subprocess.Popen[str]], None]) -> None:
+        for worker in list(self._workers.values()):
+            if worker.poll() is None:
+                what(worker)
+
+    def _serve(self, number: int) -> None:
+        last: Run | None = None
+        while (run := self._next(number, last)) is not None:
+            last = run
+            state, message = self._do(number, run)
+            with self._lock:
+                del self._busy[number]
+                self.ended(run, state, message)
+        worker = self._workers.get(number)
+        if worker is not None and worker.stdin is not None:
+            worker.stdin.close()  # no more: it leaves
+            worker.wait()
+
+    def _next(self, number: int, last: Run | None) -> Run | None:
+        with self._lock:
+            late = self.deadline is not None and time.time() >= self.deadline
+            if self.stopping or late or not self.waiting:
+                return None
+            many = Counter(run.kind for run in self.waiting)
+            taken = {run.kind for run in self._busy.values()}
+
+            def worth(run: Run) -> tuple[bool, bool, bool, int]:
+                alike = (last.kind if last is not None else (None, None))[0]
+                same = last is not None and run.kind == last.kind
+                return same, run.kind not in taken, run.kind[0] == alike, many[run.kind]
+
+            found = max(self.waiting, key=worth)
+            self.waiting.remove(found)
+            self._busy[number] = found
+            return found
+
+    def _do(self, number: int, run: Run) -> tuple[str, str]:
+        worker = self._workers.get(number)
+        if worker is None or worker.poll() is not None:
+            worker = self._workers[number] = self._start(number)
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(json.dumps(self.tell(run)) + "\n")
+            worker.stdin.flush()
+            answer = worker.stdout.readline()
+        except (BrokenPipeError, OSError):
+            answer = ""
+        if answer:
+            told = json.loads(answer)
+            state = "failed" if told["state"] == "broken" else told["state"]
+            if told["state"] == "broken":
+                worker.wait()
+            return str(state), str(told["message"])
+        code = worker.wait()
+        if self.stopping:
+            return "stopped", "before its first step"
+        return "failed", f"its process ended with code {code}; see {run.folder / 'log.txt'}"
+
+    def _start(self, number: int) -> subprocess.Popen[str]:
+        environment = dict(os.environ)
+        cores = str(max(1, (os.cpu_count() or 1) // self.jobs))
+        environment.setdefault("OMP_NUM_THREADS", cores)
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", cores)
+        shared = Path(tempfile.gettempdir()) / f"attncond-compiled-{os.getuid()}"
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shared))
+        environment["ATTNCOND_LAB_JOBS"] = str(self.jobs)
+        environment["ATTNCOND_LAB_COMMAND"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        gpus = torch.cuda.device_count()
+        if gpus > 1 and "CUDA_VISIBLE_DEVICES" not in environment:
+            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        return subprocess.Popen(
+            [sys.executable, "-m", "attncond.lab.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # the terminal's Ctrl-C comes to us alone
+        )

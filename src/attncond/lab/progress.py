@@ -1,0 +1,71 @@
+"""What a run shows while it trains: a bar on a terminal, plain lines elsewhere, TensorBoard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Progress", "tensorboard"]
+
+
+class Progress:
+    """One run's lines, each with the run's name, and its bar where there is a terminal and rich."""
+
+    def __init__(self, name: str, total: int, shown: bool) -> None:
+        self.name, self.shown = name, shown
+        self._bar: Any = None
+        if shown and sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import Progress as Bar
+            except ImportError:
+                return
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(name, total=total)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def at(self, step: int, loss: float) -> None:
+        """How far it is."""
+        if self._bar is not None:
+            about = f"{self.name}  loss {loss:.3f}"
+            self._bar.update(self._task, completed=step, description=about)
+
+    def line(self, text: str) -> None:
+        """Something worth a line of its own."""
+        if self._bar is not None:
+            self._bar.console.print(f"{self.name}: {text}", highlight=False, markup=False)
+        elif self.shown:
+            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+    def evaluation(self, epochs: int, row: Mapping[str, Any]) -> None:
+        """The line of an evaluation."""
+        parts = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}"]
+        if row["validation_accuracy"] is not None:
+            parts.append(f"validation {row['validation_accuracy']:.2f}%")
+        parts.append(f"{row['images_per_second']:,.0f} images/s")
+        self.line(", ".join(parts))
+
+
+def tensorboard(folder: Path, step: int) -> Any:
+    """A SummaryWriter that goes on after ``step``; None where TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step or None)

@@ -1,0 +1,303 @@
+"""Run recipes: one run after the other, or several side by side on one GPU.
+
+    python -m attncond.lab.run vit-cifar10 --variants baseline,spectral --seeds 5 --jobs 4
+
+Several small trainings share a GPU well. Each worker is a process of its own, which trains runs of
+one kind in turn, so that what was compiled for the first serves the others; one that crashes takes
+its own run with it, and nothing else. What is finished is skipped, what was interrupted goes on, so
+that the answer to any accident is the same command again.
+
+Settings are chosen on the validation images, with ``--validation-only`` and ``--grid``:
+
+    python -m attncond.lab.run vit-cifar10 --variants spectral --grid optim.lr=5e-4,1e-3,2e-3 \\
+        --validation-only
+
+The test set is not read then, and result.json says so. The same call without it reads the test set
+of what was trained already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from attncond.errors import ConditioningError
+from attncond.lab.config import Config
+from attncond.lab.folder import Interrupted, Result, RunError, RunFolder, run_path
+from attncond.lab.pool import Pool
+from attncond.lab.worker import job
+
+__all__ = ["Outcome", "Planned", "add_arguments", "main", "plan", "run", "run_many", "seeds_of"]
+
+MARGIN = 15.0  # seconds before the time limit in which runs under way are saved
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run, and where."""
+
+    config: Config
+    folder: Path
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The architecture, and all that a compiled step depends on."""
+        c = self.config
+        return repr(c.model), repr((c.model, c.methods, c.train, c.data))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: finished, diverged, stopped or failed."""
+
+    folder: Path
+    state: str
+    message: str = ""
+    result: Result | None = None  # of those that finished or diverged
+
+    def __str__(self) -> str:
+        if self.result is None:
+            return f"{self.state}: {self.message}"
+        v, parts = self.result.values, [self.state]
+        for what in ("test", "validation"):
+            if v[f"{what}_accuracy"] is not None:
+                parts.append(f"{what} {v[f'{what}_accuracy']:.2f}%")
+        if v["step_milliseconds"] is not None:
+            parts.append(f"{v['step_milliseconds']:.2f} ms a step")
+        return ", ".join([*parts, f"{v['seconds']:.0f} s"])
+
+
+def plan(
+    names: Sequence[str],
+    root: Path,
+    *,
+    form: str = "small",
+    variants: Sequence[str] | None = None,
+    seeds: Sequence[int] = (0,),
+    overrides: Mapping[str, str] | None = None,
+    grid: Mapping[str, Sequence[str]] | None = None,
+) -> list[Planned]:
+    """The runs of recipes; all variants unless some are named.
+
+    Each point of a grid has a folder of its own: ``VARIANT@lr=1e-3``.
+
+    Raises:
+        RecipeError: No such recipe, form or variant, or settings that cannot be run.
+    """
+    from attncond.lab.recipe import load
+
+    grid = grid or {}
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    planned = []
+    for recipe in map(load, names):
+        chosen = itertools.product(variants or recipe.variants, points, seeds)
+        for variant, point, seed in chosen:
+            config = recipe.config(form, variant, seed, {**(overrides or {}), **point})
+            folder = run_path(root, config)
+            if point:
+                label = ",".join(f"{k.rpartition('.')[2]}={v}" for k, v in point.items())
+                folder = folder.parents[1] / f"{variant}@{label}" / folder.name
+            planned.append(Planned(config, folder))
+    return planned
+
+
+def run_many(
+    runs: Sequence[Planned],
+    *,
+    jobs: int = 1,
+    data: Path | None = None,
+    resume: bool = True,
+    test: bool = True,
+    deadline: float | None = None,
+    say: Callable[[str], None] = lambda text: print(text, flush=True),
+) -> list[Outcome]:
+    """Train all of them, ``jobs`` at a time, and say how each one ended.
+
+    With one job they are trained in this process, which torchrun or accelerate may have started
+    several times. A run that fails does not keep the others from being trained.
+
+    Args:
+        runs: What :func:`plan` gives.
+        jobs: Worker processes; they share the GPU, or the GPUs, of this machine.
+        data, resume, test, deadline: As for :func:`attncond.lab.train.train`.
+        say: Gets a line for each run.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the runs under way have written checkpoints by then.
+    """
+    if double := [f for f, n in Counter(r.folder for r in runs).items() if n > 1]:
+        raise RunError(f"two runs would share the folder {double[0]}")
+    outcomes: dict[Path, Outcome] = {}
+
+    def ended(run: Planned, state: str, message: str) -> None:
+        result = RunFolder(run.folder).result() if state in ("finished", "diverged") else None
+        outcome = outcomes[run.folder] = Outcome(run.folder, state, message, result)
+        say(f"[{len(outcomes)}/{len(runs)}] {run.folder}: {outcome}")
+
+    if jobs > 1 and len(runs) > 1:
+        pool = Pool(
+            list(runs),
+            jobs,
+            lambda run: job(run.config, run.folder, data, resume, test, deadline),
+            ended,
+            deadline,
+        )
+        pool.run()
+    else:
+        for run in runs:
+            ended(run, *_here(run, data, resume, test, deadline))
+    for run in runs:
+        if run.folder not in outcomes:
+            ended(run, "stopped", "not begun before the time limit")
+    return [outcomes[run.folder] for run in runs]
+
+
+def _here(
+    run: Planned, data: Path | None, resume: bool, test: bool, deadline: float | None
+) -> tuple[str, str]:
+    from attncond.lab.train import train
+
+    if deadline is not None and time.time() >= deadline:
+        return "stopped", "not begun before the time limit"
+    try:
+        result = train(
+            run.config, run.folder, data=data, resume=resume, test=test, deadline=deadline
+        )
+    except Interrupted as error:
+        if error.reason != "time limit":
+            raise
+        return "stopped", str(error)
+    except ConditioningError as error:
+        return "failed", str(error)
+    return result.status, ""
+
+
+def seeds_of(text: str) -> list[int]:
+    """``5``: the first five; ``2-4``: two, three and four; ``0,7``: these.
+
+    >>> seeds_of("3"), seeds_of("2-4"), seeds_of("0,7")
+    ([0, 1, 2], [2, 3, 4], [0, 7])
+    """
+    try:
+        if text.isdecimal() and int(text):
+            return list(range(int(text)))
+        found: list[int] = []
+        for part in text.strip(",").split(","):
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+        if found and len(set(found)) == len(found):
+            return found
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is no number of seeds, nor a range as 0-4 or 0,7")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"'{text}' must be KEY=VALUE, e.g. optim.lr=1e-3")
+    return key.strip(), value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number from 1 on")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``python -m attncond.lab.run`` and ``attncond lab run`` take."""
+    add = parser.add_argument
+    add("names", nargs="+", metavar="NAME", help="recipes: names, or paths of YAML files")
+    add("--form", default="small", help="paper, small or smoke (default: small)")
+    add("--variants", help="some of the recipe's, with commas (default: all)")
+    add("--seeds", type=seeds_of, default=[0], help="5: the first five; 0-4 or 0,7: these")
+    add("--set", type=_pair, action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    add("--grid", type=_pair, action="append", default=[], metavar="KEY=A,B", help="one run each")
+    add("--data", type=Path, help="folder of the data (default: $ATTNCOND_DATA, or data)")
+    add("--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    add("--jobs", type=_count, default=1, help="runs side by side on this machine's GPUs")
+    add("--time-limit", type=float, metavar="SECONDS", help="stop, with checkpoints, before it")
+    add("--validation-only", action="store_true", help="leave the test set unread")
+    add("--restart", action="store_true", help="start over instead of going on")
+
+
+def run(
+    args: argparse.Namespace, say: Callable[[str], None] = lambda text: print(text, flush=True)
+) -> int:
+    """Do what the arguments say; the exit code."""
+    began = time.time()
+    grid: dict[str, list[str]] = {key: value.split(",") for key, value in args.grid}
+    runs = plan(
+        args.names,
+        args.out,
+        form=args.form,
+        variants=[v.strip() for v in args.variants.split(",")] if args.variants else None,
+        seeds=args.seeds,
+        overrides=dict(args.settings),
+        grid=grid,
+    )
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and args.jobs > 1:
+        raise RunError("--jobs is for one process; torchrun and accelerate started several")
+    if several and int(os.environ.get("RANK", "0")) > 0:
+        say = _silent
+    outcomes = run_many(
+        runs,
+        jobs=args.jobs,
+        data=args.data,
+        resume=not args.restart,
+        test=not args.validation_only,
+        deadline=None if args.time_limit is None else began + args.time_limit - MARGIN,
+        say=say,
+    )
+    counts = Counter(outcome.state for outcome in outcomes)
+    say(f"{', '.join(f'{n} {state}' for state, n in counts.items())}; runs are in {args.out}")
+    if counts["stopped"]:
+        say("The same command goes on with what was stopped.")
+    return 1 if counts["stopped"] or counts["failed"] else 0
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None, **more: Any) -> int:
+    """The command line; returns the exit code.
+
+    0 all runs ended; 1 some failed, or the time limit came first; 2 a mistake in the call; 130
+    Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m attncond.lab.run", description="Run recipes of the lab.", **more
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        return run(args)
+    except (KeyboardInterrupt, Interrupted) as error:
+        said = f"{error}. " if str(error) else ""
+        print(f"{said}The same command goes on from here.", file=sys.stderr)
+        return 130
+    except ConditioningError as error:
+        print(f"attncond: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The model of a run: made anew for a training, or with the weights that a training ended with."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from attncond.conditioning import Handle, condition
+from attncond.lab.config import Config
+from attncond.lab.folder import RunError
+from attncond.lab.models import build
+
+__all__ = ["certified", "load_trained", "make"]
+
+
+def make(config: Config, classes: int, channels: int) -> tuple[nn.Module, list[Handle]]:
+    """The model that a run starts with, conditioned, on the CPU."""
+    model = build(config.model, classes, config.data.image_size, channels)
+    return model, [condition(model, method) for method in config.conditioners()]
+
+
+def certified(handles: list[Handle]) -> dict[str, float | int | None] | None:
+    """What is known of the conditioned matrices, in a few numbers; None if there are none.
+
+    Every process has to call it where weights are sharded.
+    """
+    rows = [row for handle in handles for row in handle.certificates()]
+    if not rows:
+        return None
+    kappas = [row.kappa for row in rows if row.kappa is not None]
+    return {
+        "matrices": len(rows),
+        "kappa_median": statistics.median(kappas),
+        "kappa_max": max(kappas),
+        "bound_max": max(row.bound for row in rows),
+        "sigma_mean": statistics.fmean(row.norm for row in rows),
+    }
+
+
+def load_trained(folder: Path) -> nn.Module:
+    """The model of a finished run, for a teacher, ``attncond.diagnose`` or use; in eval mode.
+
+    Raises:
+        RunError: There is no finished run.
+    """
+    try:
+        values = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RunError(
+            f"there is no finished run in {folder} ({error}): it needs result.json and "
+            "model.safetensors"
+        ) from error
+    config = Config.model_validate_json(json.dumps(values["config"]))
+    model, _ = make(config, values["classes"], values["channels"])
+    model.load_state_dict(weights)
+    return model.eval()
