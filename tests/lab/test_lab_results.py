@@ -1,0 +1,264 @@
+"""Runs as they may lie on disk: whole, cut short, damaged, twice, somewhere else."""
+
+import fcntl
+import json
+import os
+import time
+
+import pytest
+
+from attncond.errors import ConditioningError
+from attncond.lab.results import collect, dumps, load_runs, status
+from attncond.lab.runs import ResultsError, flat
+
+from fabricate import NOTE, STEPS, Fake, dump
+
+
+def one(folder):
+    (run,) = load_runs([folder])
+    return run
+
+
+def test_a_finished_run(tmp_path):
+    folder = Fake("spectral", 3, 77.5, methods=("spectral",), watch=True).write(tmp_path)
+    run = one(folder)
+    assert (run.recipe, run.form, run.variant, run.seed) == ("vit-cifar10", "small", "spectral", 3)
+    assert run.name == "vit-cifar10/small/spectral/seed3"
+    assert run.state == "finished"
+    assert run.accuracy() == 77.5
+    assert run.data == NOTE
+    assert run.architecture == "ViT-B"
+    assert run.epochs == len(run.metrics) == 20
+    assert run.steps_per_epoch == STEPS
+    assert run.get("optim.lr") == 1e-3
+    assert run.get("optim.nothing", 7) == 7
+    assert run.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "column"),
+    [
+        ("vit_small32", "ViT-B"),
+        ("vit_b", "ViT-B"),
+        ("davit_small32", "DaViT-B"),
+        ("deit_b", "DeiT-B"),
+        ("swin_small32", "Swin-B"),
+        ("xcit_m24", "XCiT-M"),
+        ("cait_s24_224", "cait_s24_224"),
+    ],
+)
+def test_which_column_of_the_paper_a_model_belongs_to(tmp_path, model, column):
+    assert one(Fake(model=model).write(tmp_path)).architecture == column
+
+
+def test_paths_may_be_a_run_a_root_or_a_pattern(tmp_path):
+    for variant in ("baseline", "gap"):
+        for seed in (0, 1):
+            Fake(variant, seed, methods=() if variant == "baseline" else ("gap",)).write(tmp_path)
+    assert len(load_runs([tmp_path])) == 4
+    assert len(load_runs([tmp_path / "vit-cifar10/small/gap/seed1"])) == 1
+    assert len(load_runs([str(tmp_path / "vit*/small/*/seed0")])) == 2
+    assert len(load_runs([tmp_path, tmp_path / "vit-cifar10"])) == 4
+
+
+def test_nothing_found_says_what_was_looked_for(tmp_path):
+    with pytest.raises(ResultsError, match=r"no runs in .*config\.json.*attncond lab run"):
+        load_runs([tmp_path])
+    with pytest.raises(ResultsError, match=r"there is no .*nowhere"):
+        load_runs([tmp_path / "nowhere"])
+
+
+def test_checkpoints_are_not_taken_for_runs(tmp_path):
+    folder = Fake().write(tmp_path)
+    inner = folder / "checkpoints" / "step-000100"
+    inner.mkdir(parents=True)
+    dump(inner / "config.json", {"hidden_size": 3})
+    assert len(load_runs([tmp_path])) == 1
+
+
+def test_a_run_that_is_killed_has_a_last_line_that_is_cut_short(tmp_path):
+    folder = Fake(state="stopped", watch=True).write(tmp_path)
+    for name in ("metrics.jsonl", "history.jsonl"):
+        file = folder / name
+        file.write_bytes(file.read_bytes()[:-30])
+    os.utime(folder / "config.json", (0, 0))
+    run = one(folder)
+    assert run.state == "running"  # written a moment ago
+    assert len(run.metrics) == 9
+    assert "cut short" in run.notes[0]
+    assert run.accuracy() is None
+    assert run.curves.steps[-1] == 19 * STEPS
+    assert run.curves.trouble == ""
+
+
+def test_a_run_that_nobody_writes_to_has_stopped(tmp_path):
+    folder = Fake(state="stopped").write(tmp_path)
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - 3600,) * 2)
+    assert one(folder).state == "stopped"
+
+
+def test_a_lock_says_whether_somebody_is_training(tmp_path):
+    folder = Fake(state="stopped").write(tmp_path)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for file in folder.iterdir():
+            os.utime(file, (0, 0))
+        assert one(folder).state == "running"
+    assert one(folder).state == "stopped"  # killed: the file is there, its lock is not
+
+
+def test_a_diverged_run_is_a_failure_and_not_a_number(tmp_path):
+    run = one(Fake(state="diverged").write(tmp_path))
+    assert run.state == "diverged"
+    assert run.accuracy() is None
+
+
+def test_a_loss_that_is_not_finite_means_diverged_before_the_end_too(tmp_path):
+    folder = Fake(state="diverged").write(tmp_path)
+    (folder / "result.json").unlink()
+    assert one(folder).state == "diverged"
+
+
+def test_a_line_in_the_middle_that_is_damaged_is_told(tmp_path):
+    folder = Fake().write(tmp_path)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[4] = "{" + lines[4]
+    lines.append(lines[7])  # written twice by a resume
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    run = one(folder)
+    assert [p["epoch"] for p in run.metrics] == [e for e in range(1, 21) if e != 5]
+    assert run.notes == ("line 5 of metrics.jsonl could not be read and was left out",)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"recipe": '])
+def test_a_damaged_config_makes_a_broken_run_not_a_crash(tmp_path, text):
+    folder = Fake(state="stopped").write(tmp_path)
+    (folder / "config.json").write_text(text)
+    run = one(folder)
+    assert run.state == "broken"
+    assert any("config.json" in note for note in run.notes)
+
+
+def test_a_result_has_the_config_in_it(tmp_path):
+    folder = Fake("gap", methods=("gap",)).write(tmp_path)
+    (folder / "config.json").unlink()
+    assert one(folder).variant == "gap"
+
+
+def test_a_damaged_result_is_told(tmp_path):
+    folder = Fake().write(tmp_path)
+    (folder / "result.json").write_text("{")
+    run = one(folder)
+    assert run.state == "running"
+    assert "result.json" in run.notes[0]
+
+
+def test_an_unknown_method_is_told(tmp_path):
+    run = one(Fake(methods=("spektral",)).write(tmp_path))
+    assert run.state == "broken"
+    assert "Did you mean spectral" in run.notes[-1]
+
+
+def test_a_damaged_history_is_told_by_its_curves(tmp_path):
+    folder = Fake(watch=True).write(tmp_path)
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    lines[3] = "nonsense"
+    (folder / "history.jsonl").write_text("\n".join(lines))
+    assert "line 4" in one(folder).curves.trouble
+    assert one(Fake("x", methods=("gap",)).write(tmp_path)).curves.trouble.startswith("the Monitor")
+
+
+def test_a_test_set_that_was_not_read(tmp_path):
+    folder = Fake().write(tmp_path)
+    result = json.loads((folder / "result.json").read_text())
+    dump(folder / "result.json", result | {"test_accuracy": None, "test_loss": None})
+    run = one(folder)
+    assert run.state == "finished"
+    assert run.accuracy() is None
+    assert run.accuracy("validation") is not None
+    assert "unread" in run.notes[0]
+
+
+def test_a_run_that_is_there_twice_counts_once(tmp_path):
+    Fake(recipe="vit-cifar10").write(tmp_path / "a")
+    Fake(recipe="spectra", variant="vit", watch=True).write(tmp_path / "b")
+    run = one(tmp_path)
+    assert run.recipe == "vit-cifar10"  # its steps were not watched
+    assert len(run.curves.steps) == 21  # the other's were
+    assert "also in" in run.notes[0]
+    assert "otherwise" not in run.notes[0]
+
+
+def test_a_finished_run_stands_for_an_unfinished_one(tmp_path):
+    Fake(state="stopped").write(tmp_path / "a")
+    Fake(accuracy=70.0).write(tmp_path / "b")
+    assert one(tmp_path).accuracy() == 70.0
+
+
+def test_seeds_of_one_experiment_are_alike_but_for_what_matters(tmp_path):
+    runs = {
+        name: one(Fake(recipe=name, **fields).write(tmp_path))
+        for name, fields in {
+            "a": {},
+            "b": {"seed": 4, "watch": True, "variant": "vit"},
+            "c": {"changes": {"optim.lr": 2e-3}},
+            "d": {"methods": ("spectral:lam=10,preserve_norm=false",)},
+            "e": {"methods": ("paper",)},
+        }.items()
+    }
+    assert runs["a"].experiment == runs["b"].experiment
+    assert runs["a"].experiment != runs["c"].experiment
+    assert runs["d"].experiment == runs["e"].experiment
+
+
+def test_epochs_to_a_level(tmp_path):
+    run = one(Fake(accuracy=75.0).write(tmp_path))
+    reached = run.epochs_to(60.0)
+    accuracies = {p["epoch"]: p["validation_accuracy"] for p in run.metrics}
+    assert accuracies[reached] >= 60 > accuracies[reached - 1]
+    assert run.epochs_to(99.0) is None
+
+
+def test_status_counts(tmp_path):
+    Fake(seed=0).write(tmp_path)
+    Fake(seed=1, state="diverged").write(tmp_path)
+    Fake(seed=2, state="stopped").write(tmp_path)
+    Fake("gap", methods=("gap",)).write(tmp_path)
+    first, second = status(load_runs([tmp_path]))
+    assert [first.count(s) for s in ("finished", "diverged", "running")] == [1, 1, 1]
+    assert (second.variant, second.count("finished")) == ("gap", 1)
+
+
+def test_a_collection_says_the_same_as_its_folders(tmp_path):
+    Fake(seed=0, watch=True).write(tmp_path / "runs")
+    Fake(seed=1, state="diverged").write(tmp_path / "runs")
+    runs = load_runs([tmp_path / "runs"])
+    text = dumps(collect(runs, "attncond lab collect runs"))
+    (tmp_path / "all.json").write_text(text)
+    record = json.loads(text)
+    assert record["versions"]["torch"]
+    assert record["hardware"]["name"] == "H200"
+    assert len(text.splitlines()) == 4  # one for each run
+    again = load_runs([tmp_path / "all.json"])
+    assert [r.accuracy() for r in again] == [r.accuracy() for r in runs]
+    assert [r.state for r in again] == ["finished", "diverged"]
+    assert again[0].metrics == runs[0].metrics
+    assert again[0].curves.points("q_kappa").keys() == runs[0].curves.points("q_kappa").keys()
+    for step, value in runs[0].curves.points("q_kappa").items():
+        assert again[0].curves.points("q_kappa")[step] == pytest.approx(value, rel=1e-4)
+    # Found below a folder, too, and not counted twice.
+    assert len(load_runs([tmp_path])) == 2
+
+
+def test_a_file_that_is_no_collection(tmp_path):
+    (tmp_path / "x.json").write_text('{"schema": "attncond.lab.runs/1", "runs": [{}]}')
+    (tmp_path / "y.json").write_text("[1, 2]")
+    for name in ("x.json", "y.json"):
+        with pytest.raises(ConditioningError, match="no file of collected runs"):
+            load_runs([tmp_path / name])
+
+
+def test_flat_keys():
+    config = {"data": {"name": "digits", "workers": 4}, "watch": {"every": 3}, "methods": ["gap"]}
+    assert flat(config) == {"data.name": "digits", "methods": ["gap"]}
