@@ -38,6 +38,7 @@ class Stream:
             pin_memory=pin,
             persistent_workers=data.workers > 0,
             worker_init_fn=_quiet,
+            generator=torch.Generator(),  # or each epoch would draw from the global one
         )
 
     def __call__(self, keys: list[list[Key]]) -> Iterator[Batch]:
