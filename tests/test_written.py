@@ -39,6 +39,18 @@ def test_a_rank_is_where_singular_values_fall(low):
     assert found.sigma_min == pytest.approx(low, rel=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(400, 500), (500, 400)])
+@pytest.mark.parametrize("missing", [1, 40, 255, 300])
+def test_null_spaces_narrow_and_wide(shape, missing, monkeypatch):
+    if missing < 256:  # found without all singular values
+        monkeypatch.setattr(torch.linalg, "svdvals", None)
+    sigma = torch.logspace(0, -3, 400 - missing, dtype=torch.float64)
+    found = matrix_extremes(with_spectrum(sigma, *shape))
+    assert found.rank == 400 - missing
+    assert found.sigma_min == pytest.approx(1e-3, rel=1e-10)
+    assert abs(found.sigma_min - 1e-3) <= found.sigma_min_error
+
+
 def test_a_spectrum_that_fades_out_has_no_rank():
     sigma = torch.logspace(0, -17, 300, dtype=torch.float64)
     found = matrix_extremes(with_spectrum(sigma, 300, 400))

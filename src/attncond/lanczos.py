@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Bound", "Extremes", "Operator", "Ritz", "extremes", "largest"]
+__all__ = ["Bound", "Extremes", "Operator", "Ritz", "extremes", "largest", "least"]
 
 Side = Literal["rows", "columns"]
 Rule = Literal["formula", "attained", "numerical", "given"]
@@ -165,7 +165,7 @@ def extremes(
     full = bound.rank == rows or bound.rank == columns - nullity
     if full:
         side: Side = "rows" if bound.rank == rows else "columns"
-        low = _smallest(operator, side, bound.null if side == "columns" else None, top.value)
+        low = least(operator, side, bound.null if side == "columns" else None, top.value)
         if low is not None and low[0] >= floor and low[1] <= 0.1 * low[0]:
             rank = bound.rank
             return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
@@ -211,10 +211,14 @@ def _from_svd(operator: Operator, bound: Bound) -> Extremes:
     return Extremes(sigma, error, low, error, rank, rule, found, floor)
 
 
-def _smallest(
+def least(
     operator: Operator, side: Side, null: Tensor | None, top: float
 ) -> tuple[float, float] | None:
-    """σ_min and its error at full rank on one side, or None where Cholesky breaks down."""
+    """σ_min and its error at full rank on one side, or None where Cholesky breaks down.
+
+    ``null`` holds orthonormal columns that the matrix maps to zero from that side, and ``top`` is
+    σ_max².
+    """
     gram = operator.gram(side)
     size = len(gram)
     if null is not None and null.shape[1]:

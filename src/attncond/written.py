@@ -7,12 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from attncond.lanczos import Bound, Extremes, Side, extremes, largest
+from attncond.lanczos import Bound, Extremes, Side, extremes, largest, least
 
 __all__ = ["Written", "matrix_extremes"]
 
 _EPS = torch.finfo(torch.float64).eps
 _MOST = 2048  # beyond this side all singular values take minutes on a CPU
+_WIDE = 256  # dimensions of a null space that are looked for
+_SMALL = 1e-6  # what the Gram matrix's rounding may leave of it at first, in units of σ_max
 _GAP = 1e3  # between the singular values that count and those that are rounding
 
 
@@ -55,9 +57,10 @@ def matrix_extremes(matrix: Tensor) -> Extremes:
 
     First as for any operator, from a Cholesky factor of the Gram matrix; where that does not
     resolve σ_min, from the R of a QR decomposition, which does not square the condition number.
-    Where R is singular, too, all of its singular values are computed, and the rank is where they
-    fall by a factor of 1000 at least: without such a gap, or with sides above 2048, the answer is
-    None. ``floor`` is what the way taken resolves.
+    Where R is singular, too, a null space is looked for and taken out; where that fails, all of its
+    singular values are computed. The rank is where they fall by a factor of 1000 at least: without
+    such a gap, or with sides above 2048, the answer is None. ``floor`` is what the way taken
+    resolves.
     """
     size = min(matrix.shape)
     found = extremes(Written(matrix), Bound(size), count=False)
@@ -75,6 +78,8 @@ def matrix_extremes(matrix: Tensor) -> Extremes:
             error += 0.5 * low * ritz.error / ritz.value
             error_max = found.sigma_max_error
             return Extremes(sigma, error_max, low, error, size, "attained", size, floor)
+    if (without := _deflated(matrix, found)) is not None:
+        return without
     if size > _MOST:
         return Extremes(sigma, found.sigma_max_error, None, None, None, "numerical", None, floor)
     values = torch.linalg.svdvals(r).tolist()
@@ -83,6 +88,41 @@ def matrix_extremes(matrix: Tensor) -> Extremes:
         return Extremes(sigma, found.sigma_max_error, None, None, None, "numerical", rank, floor)
     low = values[rank - 1]
     return Extremes(sigma, found.sigma_max_error, low, error, rank, "numerical", rank, floor)
+
+
+def _deflated(matrix: Tensor, found: Extremes) -> Extremes | None:
+    """With the null space of few dimensions taken out, if there is one that stands apart."""
+    rows, columns = matrix.shape
+    side: Side = "rows" if rows <= columns else "columns"
+    wide = matrix if rows <= columns else matrix.mT
+    size, top = len(wide), found.sigma_max**2
+    gram = wide @ wide.mT
+    gram.diagonal().add_(size * _EPS * top)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    if int(info):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    width = min(_WIDE, size)
+    block = torch.randn(size, width, generator=generator, dtype=torch.float64).to(wide.device)
+    for _ in range(3):  # what is null grows by 1/(n·eps), all else by κ² at the most
+        block = torch.linalg.qr(torch.cholesky_solve(block, factor))[0]
+    turn, values, _ = torch.linalg.svd(block.mT @ wide, full_matrices=False)
+    count = int((values < _SMALL * found.sigma_max).sum())
+    if not 0 < count < width:
+        return None  # none, or more of it than was looked for
+    null = block @ turn[:, -count:]
+    for _ in range(2):  # as in `least`: the residual is that of the matrix itself
+        null = null - torch.cholesky_solve(wide @ (wide.mT @ null), factor)
+        null = torch.linalg.qr(null)[0]
+    left = float(torch.linalg.matrix_norm(wide.mT @ null, 2))
+    if left > 10 * max(matrix.shape) * _EPS * found.sigma_max or left * _GAP > values[-count - 1]:
+        return None
+    low = least(Written(matrix), side, null, top)
+    if low is None or low[0] < found.floor or low[1] > 0.1 * low[0]:
+        return None
+    rank = size - null.shape[1]
+    error = found.sigma_max_error
+    return Extremes(found.sigma_max, error, *low, rank, "numerical", rank, found.floor)
 
 
 def _solved(r: Tensor, v: Tensor) -> Tensor:

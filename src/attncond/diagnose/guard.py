@@ -46,7 +46,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         fast = torch.backends.mha.get_fastpath_enabled()
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
-        # Nor does attention that our own kernels compute, where heads are conditioned, call torch's.
+        # Nor do our own kernels, where heads are conditioned, call torch's attention.
         stack.callback(setattr, kernels, "ENABLED", kernels.ENABLED)
         kernels.ENABLED = False
         for module in model.modules():
