@@ -16,7 +16,7 @@ import torch
 
 from attncond._version import __version__
 
-__all__ = ["about", "command", "git", "hardware", "peak_memory", "versions"]
+__all__ = ["about", "begin_memory", "command", "git", "hardware", "peak_memory", "versions"]
 
 _PACKAGES = ("torch", "timm", "accelerate", "torchvision", "numpy", "safetensors", "triton")
 
@@ -78,6 +78,14 @@ def command() -> str:
     """What was typed, with the program's name instead of its path."""
     told = os.environ.get("ATTNCOND_LAB_COMMAND")  # of the process that started this one
     return told or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def begin_memory(device: torch.device) -> int:
+    """Start to watch memory; the bytes that an earlier run of this process left on the GPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -18,7 +18,7 @@ from attncond.diagnose.files import write_text
 from attncond.errors import ConditioningError
 from attncond.lab.config import Config
 
-__all__ = ["Interrupted", "Result", "RunError", "RunFolder", "dumps", "run_path"]
+__all__ = ["Interrupted", "Result", "RunError", "RunFolder", "dumps", "plain", "run_path"]
 
 _OWN = ("metrics.jsonl", "history.jsonl", "result.json", "model.safetensors", "config.json")
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
@@ -177,15 +177,16 @@ class RunFolder:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON as everything reads it: NaN and infinities, which a diverged run has, become null."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    """JSON that everything reads."""
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Without NaN and infinities, which a diverged run has and JSON has not: they become None."""
     if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -29,10 +29,12 @@ class State:
     step: int = 0
     losses: int = 0  # steps since the last evaluation
     clock: Stopwatch = field(default_factory=Stopwatch)
-    peak: int = 0
+    peak: int = 0  # bytes, of the processes before this one
+    left: int = 0  # bytes that are not of this run
 
     def __post_init__(self) -> None:
-        self.loss_sum = torch.zeros((), device=self.accelerator.device)  # over those steps
+        device = self.accelerator.device
+        self.loss_sum = torch.zeros((), device=device)  # over those steps
 
     def add(self, loss: Tensor, parts: int) -> None:
         """Count a loss without waiting for it."""
@@ -50,7 +52,7 @@ class State:
     @property
     def memory(self) -> int:
         """The most bytes that were ever in use."""
-        return max(self.peak, facts.peak_memory(self.accelerator.device) or 0)
+        return max(self.peak, (facts.peak_memory(self.accelerator.device) or 0) - self.left)
 
     def save(self, folder: RunFolder) -> None:
         """Write a checkpoint; every process has to call it, the first one writes."""

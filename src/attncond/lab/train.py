@@ -39,7 +39,7 @@ from attncond.lab.average import Average
 from attncond.lab.config import Config
 from attncond.lab.data import Batches, load
 from attncond.lab.distributed import accelerated, agreed, sharding, wrap
-from attncond.lab.folder import Interrupted, Result, RunError, RunFolder
+from attncond.lab.folder import Interrupted, Result, RunError, RunFolder, plain
 from attncond.lab.objective import compiled, evaluate, objective
 from attncond.lab.optim import parameter_groups
 from attncond.lab.progress import Progress, tensorboard
@@ -114,6 +114,8 @@ def _train(
     device, main = accelerator.device, accelerator.is_main_process
     rank, world = accelerator.process_index, accelerator.num_processes
 
+    left = facts.begin_memory(device)
+
     # Data: every batch is a function of seed, epoch and step.
     source = load(config.data, data, config.seed)
     size = t.batch_size // world
@@ -143,7 +145,9 @@ def _train(
     module, handles = make(config, source.classes, example.shape[1])
     model = wrap(accelerator, module)
     set_seed(config.seed, device_specific=True)
-    certificates = {"start": certified(handles)}
+    certificates: dict[str, Any] = {"start": certified(handles)}
+    if certificates["start"]:
+        certificates["lam_over_sigma"] = certificates["start"]["lam_over_sigma"]
     teacher = load_trained(Path(t.teacher)).to(device) if t.teacher else None
     loss_of = objective
     if t.compile:
@@ -157,12 +161,12 @@ def _train(
         eps=config.optim.eps,
         fused=device.type == "cuda",
     )
-    rates = [group["lr"] for group in adam.param_groups]
+    weights, rates = list(module.parameters()), [group["lr"] for group in adam.param_groups]
     optimizer = accelerator.prepare_optimizer(adam, device_placement=False)
     for handle in handles:
         handle.attach(optimizer)
     average = Average(module, t.ema) if t.ema else None
-    state = State(accelerator, module, adam, average)
+    state = State(accelerator, module, adam, average, left=left)
     state.load(files)
     rows = files.rewind(state.step) if main else []
     writer = tensorboard(files.path / "tensorboard", state.step) if main else None
@@ -206,7 +210,7 @@ def _train(
                         loss = loss_of(model, x, y, t.label_smoothing, dtype, teacher, t.distill)
                         accelerator.backward(loss)
                         if accelerator.sync_gradients and config.optim.clip is not None:
-                            accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)
+                            accelerator.clip_grad_norm_(weights, config.optim.clip)
                         optimizer.step()  # nothing happens before the last part
                         optimizer.zero_grad()
                     state.add(loss, parts)
@@ -274,7 +278,7 @@ def _train(
         "step_milliseconds": clock.milliseconds,
         "warm_up_seconds": clock.warm_up,
         "peak_memory_bytes": state.memory,
-        "parameters": sum(p.numel() for p in module.parameters()),
+        "parameters": sum(p.numel() for p in weights),
         "classes": source.classes,
         "channels": example.shape[1],
         "data_note": source.note,
@@ -283,16 +287,16 @@ def _train(
         "config": config.model_dump(mode="json"),
     }
     with average.in_place() if average is not None else nullcontext():
-        weights = checkpoint.whole(module.state_dict())
+        tested = checkpoint.whole(module.state_dict())
     if not (read or diverged):
         state.save(files)  # so that the test set can be read later
     if main:
-        checkpoint.write_tensors(files.weights, weights)
+        checkpoint.write_tensors(files.weights, tested)
         files.finish(values)
         if read or diverged:
             shutil.rmtree(files.checkpoints, ignore_errors=True)
     accelerator.wait_for_everyone()
-    return Result(files.path, values)
+    return Result(files.path, plain(values))
 
 
 def cosine(config: Config, epoch: float) -> float:

@@ -14,6 +14,7 @@ from attncond.conditioning import Handle, condition
 from attncond.lab.config import Config
 from attncond.lab.folder import RunError
 from attncond.lab.models import build
+from attncond.weights import take
 
 __all__ = ["certified", "load_trained", "make"]
 
@@ -33,12 +34,22 @@ def certified(handles: list[Handle]) -> dict[str, float | int | None] | None:
     if not rows:
         return None
     kappas = [row.kappa for row in rows if row.kappa is not None]
+    shifts = [
+        float(take(weight.buffer("shift"), index)[0])
+        for handle in handles
+        for weight in handle._weights
+        if weight.correction.method.correction == "identity"
+        for _, index in weight.correction.matrices()
+    ]
+    norms = [row.norm for row in rows]
+    ratios = [lam / norm for lam, norm in zip(shifts, norms, strict=False) if norm]
     return {
         "matrices": len(rows),
         "kappa_median": statistics.median(kappas),
         "kappa_max": max(kappas),
         "bound_max": max(row.bound for row in rows),
-        "sigma_mean": statistics.fmean(row.norm for row in rows),
+        "sigma_mean": statistics.fmean(norms),
+        "lam_over_sigma": statistics.fmean(ratios) if ratios else None,
     }
 
 
