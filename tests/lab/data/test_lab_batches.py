@@ -160,6 +160,15 @@ def test_impossible_batches_are_refused(options, words):
         batches(**options)
 
 
+@pytest.mark.parametrize("augment", AUGMENTS.values(), ids=AUGMENTS)
+def test_nothing_is_asked_back_from_the_device(augment):
+    """Tensors without values: whatever waits for a value, or for a shape made of values, fails."""
+    steps = list(batches(augment, smoothing=0.1, device="meta").epoch(1))
+    assert [images.shape for images, _ in steps] == [(16, 3, 32, 32)] * 6
+    with pytest.raises(Exception, match="meta"):
+        steps[0][0].max().item()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("augment", AUGMENTS.values(), ids=AUGMENTS)
 def test_gpu_sees_what_the_cpu_sees_and_is_never_waited_for(augment):

@@ -1,26 +1,14 @@
 """Images in folders: ImageNet's layout, and what can be wrong with it."""
 
 import pytest
-from lab_data_cases import Data, encoded, noise_split
+from lab_data_cases import Data, write_folders
 
 from attncond.lab.data import DataError, load
 from attncond.lab.data.folder import read_folders
 
-CLASSES = ("n02", "n01", "n10")
-
-
-def write(root, count=4, classes=CLASSES):
-    images = noise_split(count).images.permute(0, 2, 3, 1).numpy()
-    for part in ("train", "val"):
-        for name in classes:
-            (root / part / name).mkdir(parents=True)
-            for i, image in enumerate(images):
-                (root / part / name / f"{name}_{i}.JPEG").write_bytes(encoded(image))
-    return root
-
 
 def test_classes_are_sorted(tmp_path):
-    train, test, classes = read_folders(write(tmp_path))
+    train, test, classes = read_folders(write_folders(tmp_path))
     assert classes == ["n01", "n02", "n10"]
     assert train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert train.path(0) == tmp_path / "train/n01/n01_0.JPEG"
@@ -29,7 +17,7 @@ def test_classes_are_sorted(tmp_path):
 
 
 def test_other_files_are_passed_over_and_folders_below_are_looked_into(tmp_path):
-    write(tmp_path)
+    write_folders(tmp_path)
     (tmp_path / "train" / "README.txt").write_text("")
     (tmp_path / "train" / "n01" / "boxes.txt").write_text("")
     (tmp_path / "train" / "n01" / "._n01_0.JPEG").write_text("")
@@ -41,7 +29,7 @@ def test_other_files_are_passed_over_and_folders_below_are_looked_into(tmp_path)
 
 
 def test_split_and_note(tmp_path):
-    source = load(Data("image_folder", 32, validation=0.25), write(tmp_path))
+    source = load(Data("image_folder", 32, validation=0.25), write_folders(tmp_path))
     assert (len(source.train), len(source.validation), len(source.test)) == (9, 3, 12)
     assert source.validation.labels.tolist() == [0, 1, 2]
     names = {
@@ -67,18 +55,18 @@ def test_no_folder(tmp_path):
 
 
 def test_no_classes(tmp_path):
-    write(tmp_path, classes=("n01",))
+    write_folders(tmp_path, classes=("n01",))
     refused(tmp_path, "1 folders; at least two classes")
 
 
 def test_other_classes_in_val(tmp_path):
-    write(tmp_path)
+    write_folders(tmp_path)
     (tmp_path / "val" / "n99").mkdir()
     refused(tmp_path, "train has 3 classes and val 4; n99 is in val alone")
 
 
 def test_empty_class(tmp_path):
-    write(tmp_path)
+    write_folders(tmp_path)
     for file in (tmp_path / "train" / "n10").iterdir():
         file.unlink()
     refused(tmp_path, "n10 has no images", ".jpeg")

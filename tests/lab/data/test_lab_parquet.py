@@ -12,7 +12,7 @@ from lab_data_cases import Data, encoded, noise_split, real_data
 from attncond.lab.data import DataError, load
 from attncond.lab.data.cache import _KEPT
 from attncond.lab.data.decoding import decoded
-from attncond.lab.data.parquet import PARQUET
+from attncond.lab.data.parquet import PARQUET, _columns, read_parquet
 
 CIFAR = PARQUET["cifar10"]
 SPLIT = noise_split(60)
@@ -159,8 +159,14 @@ def test_real_cifar10():
 
 
 def test_real_tiny_imagenet():
-    source = load(Data("tiny_imagenet32", 32, validation=0.1), real_data())
-    assert (len(source.train), len(source.validation), len(source.test)) == (90_000, 10_000, 10_000)
-    assert source.classes == 200
-    assert torch.bincount(source.validation.labels).tolist() == [50] * 200
-    assert "twice" in source.note
+    what, folder = PARQUET["tiny_imagenet32"], real_data()
+    test = read_parquet(folder / what.test, what)
+    assert torch.bincount(test.labels).tolist() == [50] * 200
+    encoded_images, labels = _columns(folder / what.train, what)
+    assert len(encoded_images) == 100_000
+    assert torch.bincount(labels).tolist() == [500] * 200
+    labels_of: dict[bytes, set[int]] = {}
+    for image, label in zip(encoded_images, labels.tolist(), strict=True):
+        labels_of.setdefault(image, set()).add(label)
+    assert sum(len(both) == 2 for both in labels_of.values()) == 20  # as the note says
+    assert len(labels_of) == 99_980

@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lab_data_cases import Augment, Data
-from test_lab_folder import write
+from lab_data_cases import Augment, Data, write_folders
 
 from attncond.lab.data import Batches, DataError, load
 
@@ -25,7 +24,7 @@ DATA = Data("image_folder", 16, validation=0.0, augment=AUGMENT)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("images"), 8)
+    return write_folders(tmp_path_factory.mktemp("images"), 8)
 
 
 def batches(root, data=DATA, train=True, **options):
@@ -105,7 +104,7 @@ def test_no_bit_left_is_black(root):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("content", [b"", b"not an image", None])
 def test_a_broken_image_is_named(tmp_path, workers, content):
-    write(tmp_path, 4)
+    write_folders(tmp_path, 4)
     broken = tmp_path / "train" / "n02" / "n02_1.JPEG"
     broken.write_bytes(broken.read_bytes()[:150] if content is None else content)
     made = batches(tmp_path, replace(DATA, augment=Augment(), workers=workers), batch_size=4)

@@ -107,17 +107,17 @@ class Batches:
     def _streamed(
         self, number: int, places: Ints, order: Ints, start: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        keys = [
-            [(number, place, image) for place, image in zip(row, order[row].tolist(), strict=True)]
-            for row in places[start:].tolist()
-        ]
+        keys = (
+            [(number, *each) for each in zip(row.tolist(), order[row].tolist(), strict=True)]
+            for row in places[start:]
+        )
         for images, labels in self._stream(keys):
             yield self._here(images), self._here(labels)
 
     def _evaluation(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         bounds = evaluation_bounds(self.count, self.batch_size, self.rank, self.world)[start:]
         if self._images is None:
-            keys = [[(0, i, i) for i in range(low, high)] for low, high in bounds]
+            keys = ([(0, i, i) for i in range(low, high)] for low, high in bounds)
             for images, labels in self._stream(keys):
                 yield self._normalised(self._here(images)), self._here(labels)
             return

@@ -57,14 +57,13 @@ def _auto_contrast(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
 
 def _equalize(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
     values = images.flatten(2).long()
-    counts = values.new_zeros(*values.shape[:2], 256).scatter_add_(
-        2, values, torch.ones_like(values)
-    )
-    brightest = counts.gather(2, values.amax(2, keepdim=True))
-    step = (values.shape[2] - brightest) // 255
-    below = counts.cumsum(2) - counts
+    # Sorted, because counting by scattered additions is not deterministic on every GPU.
+    levels = torch.arange(256, device=images.device).expand(*values.shape[:2], 256).contiguous()
+    below = torch.searchsorted(values.sort(2).values, levels)  # pixels that are darker
+    darker_than_the_brightest = below.gather(2, values.amax(2, keepdim=True))
+    step = darker_than_the_brightest // 255
     table = (step // 2 + below) // step.clamp(min=1)
-    table = torch.where(step > 0, table.clamp(max=255), torch.arange(256, device=images.device))
+    table = torch.where(step > 0, table.clamp(max=255), levels)
     return table.gather(2, values).view(images.shape).to(images.dtype)
 
 

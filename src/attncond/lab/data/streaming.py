@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,23 +25,26 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Stream:
-    """Batches (uint8 images, labels) for lists of keys; its workers live as long as it does."""
+    """Batches (uint8 images, labels) for lists of keys.
+
+    In training its workers live as long as it does; an evaluation's would only sit idle.
+    """
 
     def __init__(self, files: Files, data: DataSettings, seed: int, train: bool, pin: bool) -> None:
         dataset = _Images(files, _transform(files, data, train), seed)
-        self._keys: list[list[Key]] = []
+        self._keys: Iterable[list[Key]] = ()
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=_Handed(self),
             num_workers=data.workers,
             collate_fn=_collate,
             pin_memory=pin,
-            persistent_workers=data.workers > 0,
+            persistent_workers=train and data.workers > 0,
             worker_init_fn=_quiet,
             generator=torch.Generator(),  # or each epoch would draw from the global one
         )
 
-    def __call__(self, keys: list[list[Key]]) -> Iterator[Batch]:
+    def __call__(self, keys: Iterable[list[Key]]) -> Iterator[Batch]:
         """The batches with these keys, in this order."""
         self._keys = keys
         for batch in self._loader:
@@ -58,9 +61,6 @@ class _Handed:
 
     def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.stream._keys)
-
-    def __len__(self) -> int:
-        return len(self.stream._keys)
 
 
 class _Images(Dataset[tuple[Tensor, int] | str]):
