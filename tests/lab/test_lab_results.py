@@ -6,12 +6,11 @@ import os
 import time
 
 import pytest
+from fabricate import NOTE, STEPS, Fake, dump
 
 from attncond.errors import ConditioningError
 from attncond.lab.results import collect, dumps, load_runs, status
 from attncond.lab.runs import ResultsError, flat
-
-from fabricate import NOTE, STEPS, Fake, dump
 
 
 def one(folder):

@@ -27,10 +27,13 @@ TWICE = "the same run is also in"
 RUNNING = 600.0  # seconds: who has written nothing for longer is taken for stopped
 
 
-def load_runs(paths: Iterable[str | os.PathLike[str]] = ("runs",)) -> list[Run]:
+def load_runs(
+    paths: Iterable[str | os.PathLike[str]] = ("runs",), *, once: bool = True
+) -> list[Run]:
     """Read runs from their folders, folders above them, patterns (``runs/vit*``) and collections.
 
-    The same run met twice counts once: the one that has come furthest stays.
+    The same run met twice, as recipes share variants, counts once: the one that has come furthest
+    stays. ``once=False`` gives all there are.
 
     Raises:
         ResultsError: A path does not exist, or there is no run in any of them.
@@ -39,7 +42,8 @@ def load_runs(paths: Iterable[str | os.PathLike[str]] = ("runs",)) -> list[Run]:
     texts = [os.fspath(path) for path in paths]
     for place in _places(texts):
         for run in _collection(place) if place.is_file() else [_folder(place)]:
-            key = (run.experiment if run.state != "broken" else run.source, run.seed)
+            alike = once and run.state != "broken"
+            key = (run.experiment if alike else f"{run.source} {run.name}", run.seed)
             if key not in found:
                 found[key] = run
             elif found[key].source != run.source:

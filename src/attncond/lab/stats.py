@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,9 @@ def difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> D
         return Difference(delta)
     from scipy import stats
 
-    found = stats.ttest_ind(a, b, equal_var=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of seeds that agree to the last digit
+        found = stats.ttest_ind(a, b, equal_var=False)
     low, high = found.confidence_interval(level)
     return Difference(delta, float(low), float(high), float(found.pvalue))
 
