@@ -1,0 +1,266 @@
+"""The papers' tables from made-up runs: what stands in them, and what they say is missing."""
+
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from fabricate import Fake, study, sweep
+
+from attncond.lab.results import load_runs
+from attncond.lab.runs import ResultsError
+from attncond.lab.sheet import FORMATS, Table
+from attncond.lab.stats import difference, holm
+from attncond.lab.tables import paper_numbers, table
+
+NUMBERS = ("1", "5", "6", "7", "pre2")
+
+
+@pytest.fixture(scope="module")
+def all_runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    study(root / "study")
+    sweep(root / "sweep")
+    return load_runs([root])
+
+
+def rows(found: Table) -> list[dict[str, str]]:
+    """Cells by column; the second p is that to the tuned baseline."""
+    columns, body = found.shown()
+    names = [f"{c} {columns[:i].count(c) + 1}" if columns.count(c) > 1 else c
+             for i, c in enumerate(columns)]  # fmt: skip
+    return [dict(zip(names, row, strict=True)) for row in body]
+
+
+def row(found: Table, model: str, variant: str) -> dict[str, str]:
+    (one,) = [r for r in rows(found) if r["model"] == model and r["variant"] == variant]
+    return one
+
+
+def test_the_papers_numbers_are_those_of_the_paper():
+    paper = paper_numbers()
+    assert "2603.07162" in paper["source"]
+    assert paper["table1"]["original"][0] == [80.7, 0.41]
+    assert paper["table1"]["spectral"][4] == [84.9, 0.21]
+    assert (
+        dict(zip(paper["table5"]["lambda"], paper["table5"]["accuracy"], strict=True))[10] == 81.7
+    )
+    assert paper["table6"]["spectral_no_ln"][2] == [80.5, 0.23]
+    assert paper["table7"]["rows"]["ViT-B"]["thm3.5"] == [82.0, "41:38"]
+
+
+def test_table_1(all_runs):
+    found = table(1, all_runs)
+    baseline = row(found, "ViT-B", "baseline")
+    assert baseline["paper"] == "80.7 ± 0.41"
+    assert baseline["seeds"] == "5"
+    assert baseline["Δ baseline"] == "–"
+    spectral = row(found, "ViT-B", "spectral")
+    assert spectral["paper"] == "–"  # the paper's method is λ = 10, not ours
+    assert spectral["Δ baseline"].startswith("+2.")
+    assert spectral["step time"] == "1.002"
+    assert row(found, "ViT-B", "paper")["paper"] == "81.7 ± 0.38"
+    assert row(found, "ViT-B", "paper")["Δ baseline"].startswith("-44.")
+    assert row(found, "ViT-B", "paper")["epochs to baseline"] == "never"
+    assert any("CIFAR-10 (JPEG copy), form small, 20 epochs" in note for note in found.notes)
+    # A sweep over λ has a table of its own.
+    assert not [r for r in rows(found) if "lam=" in r["variant"]]
+
+
+def test_a_diverged_seed_is_shown(all_runs):
+    found = table(1, all_runs)
+    paper = row(found, "Swin-B", "paper")
+    assert paper["seeds"] == "2 + 1 diverged"
+    assert (paper["p 1"], paper["p 2"]) == ("–", "–")
+    assert any("1 of 3 seeds diverged" in note for note in found.notes)
+
+
+def test_p_values_and_stars(all_runs):
+    found = table(1, all_runs)
+    data = {(d["model"], d["variant"]): d for d in found.data}
+    mine = [d for (model, _), d in data.items() if model == "ViT-B"]
+    by_name = {
+        name: [r.accuracy() for r in all_runs if r.recipe == "vit-cifar10" and r.variant == name]
+        for name in ("baseline", "spectral")
+    }
+    welch = difference(by_name["spectral"], by_name["baseline"])
+    spectral = data["ViT-B", "spectral"]
+    assert spectral["p_baseline"] == pytest.approx(welch.p)
+    assert spectral["delta_baseline_low"] == pytest.approx(welch.low)
+    corrected = holm([d["p_baseline"] for d in mine])
+    assert [d["p_baseline_holm"] for d in mine] == pytest.approx(corrected)
+    for d in mine:
+        cell = row(found, "ViT-B", d["variant"])["Δ baseline"]
+        p = d["p_baseline_holm"]
+        stars = "" if p is None or p >= 0.05 else "**" if p < 0.01 else "*"
+        assert cell.count("*") == len(stars)
+
+
+def test_table_5(all_runs):
+    found = table(5, all_runs)
+    ten = [r for r in rows(found) if r["λ"] == "10"]
+    assert {r["variant"] for r in ten} == {"literal", "norm-preserving"}
+    literal = next(r for r in ten if r["variant"] == "literal")
+    assert literal["paper"] == "81.7"
+    assert literal["λ/σ_max"] == "16.39"
+    assert next(r for r in ten if r["variant"] == "norm-preserving")["paper"] == "–"
+    # The paper's other λ are there, without a number of ours.
+    missing = [r["λ"] for r in rows(found) if r["own"] == "–"]
+    assert missing == ["6", "8", "12", "14", "16"]
+    data = [d for d in found.data if d.get("lam_over_sigma") and d["λ"] == "4"]
+    assert all(d["q_kappa"] > 1 and d["entropy"] is not None for d in data)
+
+
+def test_table_6(tmp_path):
+    for methods, name in (((), "vit"), (("paper",), "vit+paper")):
+        for norm in (True, False):
+            for seed in range(3):
+                fake = Fake(
+                    name + ("" if norm else "-noln"), seed, 75 + seed - 5 * (not norm),
+                    recipe="layernorm", methods=methods, changes={"model.norm": norm},
+                )  # fmt: skip
+                fake.write(tmp_path)
+    found = table(6, load_runs([tmp_path]))
+    without = row(found, "ViT-B", "paper, no LayerNorm")
+    assert without["paper"] == "79.8 ± 0.31"
+    assert without["own"] == "71.00 ± 1.00"
+    assert without["Δ baseline"].split()[0] == "-5.00"
+    assert row(found, "ViT-B", "paper")["paper"] == "81.7"
+    assert row(found, "Swin-B", "paper, no LayerNorm")["own"] == "–"
+    assert any("attncond lab run layernorm" in command for _, command in found.missing)
+
+
+def test_table_7(all_runs):
+    found = table(7, all_runs)
+    svd = row(found, "ViT-B", "paper-svd")
+    assert (svd["paper"], svd["paper time"]) == ("82.0", "41:38 (1.412)")
+    assert svd["step time"] == "1.044"
+    assert row(found, "XCiT-M", "baseline")["paper time"] == "91:03 (1.000)"
+    assert not [r for r in rows(found) if r["variant"] in ("gap", "precondition")]
+
+
+def test_epochs(all_runs):
+    found = table("pre2", all_runs)
+    assert row(found, "ViT-B", "precondition")["paper: fewer epochs"] == "20–30%"
+    assert row(found, "ViT-B", "precondition")["epochs to baseline"] == "never"
+    spectral = row(found, "ViT-B", "spectral")
+    share = 1 - float(spectral["epochs to baseline"]) / 20
+    assert spectral["fewer epochs"] == f"{100 * share:.0f}%"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_without_runs_a_table_says_how_to_get_them(number):
+    found = table(number)
+    assert found.missing
+    assert all(command.startswith("attncond lab run ") for _, command in found.missing)
+    assert not [r for r in rows(found) if r.get("own", "–") != "–"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_commands_of_what_is_missing_can_be_run(number):
+    from attncond.lab.recipe import load
+
+    for _, command in table(number).missing:
+        words = command.split()
+        recipe = load(words[3])
+        options = dict(zip(words[4::2], words[5::2], strict=True))
+        for variant in options.get("--variants", "").split(","):
+            recipe.config(options["--form"], variant or next(iter(recipe.variants)))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_one_unfinished_run_is_enough_for_every_table(tmp_path, number):
+    Fake(state="stopped").write(tmp_path)
+    found = table(number, load_runs([tmp_path]))
+    for make in FORMATS.values():
+        assert make(found)
+    if number == "1":
+        assert row(found, "ViT-B", "baseline")["seeds"] == "0 + 1 unfinished"
+        assert ("attncond lab run vit-cifar10 --form small --variants baseline --seeds 5") in [
+            command for _, command in found.missing
+        ]
+
+
+def test_broken_runs_are_told(tmp_path):
+    Fake().write(tmp_path)
+    (Fake("gap", methods=("gap",)).write(tmp_path) / "config.json").write_text("{")
+    (tmp_path / "vit-cifar10/small/gap/seed0/result.json").unlink()
+    found = table(1, load_runs([tmp_path]))
+    assert any("no readable config.json" in note for note in found.notes)
+
+
+def test_on_validation(all_runs):
+    found = table(1, all_runs, on="validation")
+    assert any("validation images" in note for note in found.notes)
+    assert found.data[0]["on"] == "validation"
+
+
+def test_several_data_sets_get_a_column(tmp_path):
+    Fake().write(tmp_path / "a")
+    Fake(epochs=40).write(tmp_path / "b")
+    found = table(1, load_runs([tmp_path]))
+    assert {r["data"] for r in rows(found) if r["own"] != "–"} == {
+        "CIFAR-10 (JPEG copy), form small, 20 epochs",
+        "CIFAR-10 (JPEG copy), form small, 40 epochs",
+    }
+
+
+def test_there_is_no_such_table():
+    with pytest.raises(ResultsError, match="no table 2 here; there are 1, 5, 6"):
+        table(2)
+
+
+def test_text_is_aligned_and_notes_are_wrapped(all_runs):
+    lines = table(1, all_runs).to_text().splitlines()
+    head, rule = lines[2], lines[3]
+    assert len(rule) >= len(head)
+    body = lines[4 : lines.index("", 4)]
+    assert max(map(len, body)) <= len(rule)
+    assert max(map(len, lines[lines.index("", 4) :])) <= 110
+
+
+def test_markdown_has_as_many_cells_in_each_line(all_runs):
+    text = table(1, all_runs).to_markdown()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(re.split(r"(?<!\\)\|", line)) for line in lines}) == 1
+    assert "+2.31 \\*\\*" in text
+
+
+def test_csv_and_json_have_the_numbers(all_runs):
+    found = table(1, all_runs)
+    read = list(csv.DictReader(io.StringIO(found.to_csv())))
+    record = json.loads(found.to_json())
+    assert len(read) == len(record["rows"]) == len(found.rows)
+    spectral = next(r for r in record["rows"] if r["variant"] == "spectral")
+    assert 0 < spectral["p_baseline"] < 1e-4
+    assert spectral["p_baseline_paired"] is not None
+    assert spectral["seeds"] == "0 1 2 3 4"
+
+
+class Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onerror"}
+
+
+def test_html_is_one_page_and_runs_nothing(tmp_path):
+    evil = "<img src=x onerror=alert(1)>"
+    folder = Fake(changes={"model.name": "vit_small32"}).write(tmp_path)
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {"data_note": evil}))
+    Fake("x", changes={"model.init": evil}).write(tmp_path)
+    found = table(1, load_runs([tmp_path]))
+    text = found.to_html()
+    page = Page()
+    page.feed(text)
+    assert page.tags.count("table") == 1
+    assert not {"script", "img", "link"} & set(page.tags)
+    assert "&lt;img" in text
+    assert "&lt;img" in found.to_markdown()
+    assert "<img" not in found.to_markdown()
