@@ -1,0 +1,160 @@
+"""Figures: they are drawn from what there is, say what it is, and refuse by name what is not."""
+
+import math
+
+import pytest
+from fabricate import Fake, study, sweep
+
+from attncond.lab import drawing
+from attncond.lab.compare import group
+from attncond.lab.figures import FIGURES, figure
+from attncond.lab.results import load_runs
+from attncond.lab.runs import ResultsError
+from attncond.lab.watched import overview
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    study(root / "study", ("vit-cifar10", "xcit-cifar10"))
+    sweep(root / "sweep", seeds=2)
+    return load_runs([root])
+
+
+def drawn(name, runs, variant=None):
+    return FIGURES[name](group(runs), variant)
+
+
+def texts(image):
+    found = [image._suptitle.get_text(), image._supxlabel.get_text()]
+    for ax in image.axes:
+        found += [ax.get_title(), ax.get_ylabel(), ax.get_xlabel()]
+        legend = ax.get_legend()
+        found += [t.get_text() for t in legend.get_texts()] if legend else []
+        found += [t.get_text() for t in ax.texts]
+    return found
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_and_names_model_data_and_seeds(tmp_path, runs, name):
+    path = figure(name, runs, tmp_path / "figure.png")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["figure.png"]
+    image = drawn(name, runs)
+    said = " ".join(texts(image))
+    for word in ("small32", "CIFAR-10 (JPEG copy)", "small", "20 epochs", "seeds", "std"):
+        assert word in said
+    assert image.get_facecolor()[:3] == (1.0, 1.0, 1.0)
+    assert all(ax.lines for ax in image.axes if ax.axison)
+
+
+@pytest.mark.parametrize("ending", ["svg", "pdf"])
+def test_vector_graphics(tmp_path, runs, ending):
+    assert figure(2, runs, tmp_path / f"f.{ending}").stat().st_size > 5000
+
+
+def test_figure_2_has_raw_corrected_and_the_bound(runs):
+    image = drawn("2", runs)
+    sigma, kappa, jacobian = image.axes
+    assert [len(ax.lines) for ax in image.axes] == [6, 6, 4]
+    assert len(sigma.collections) == 6  # bands
+    labels = jacobian.get_legend_handles_labels()[1]
+    assert labels[0] == "κ, baseline"
+    assert any("Thm 3.4" in label for label in labels)
+    assert all(ax.get_yscale() == "log" for ax in (sigma, kappa, jacobian))
+    caption = image._supxlabel.get_text()
+    assert "baseline 3 seeds, spectral 3 seeds" in caption
+    assert "Not finite and left out: 3 values" in caption  # certificates of one layer
+    stock, corrected = kappa.lines[0], kappa.lines[3]
+    assert min(stock.get_ydata()) > max(corrected.get_ydata())
+
+
+def test_epochs_are_epochs(runs):
+    line = drawn("8", runs).axes[0].lines[0]
+    assert list(line.get_xdata()) == list(range(21))
+    assert drawn("8", runs).axes[0].get_xlabel() == "epoch"
+
+
+def test_a_variant_can_be_chosen(runs):
+    image = drawn("pre3", runs)
+    assert "precondition" in image._suptitle.get_text()
+    chosen = drawn("2", runs, "precondition")
+    assert "precondition" in chosen._suptitle.get_text()
+    with pytest.raises(ResultsError, match=r"figure 2 needs ViT-B with nothing.*attncond lab run"):
+        drawn("2", runs, "nothing")
+
+
+def test_dots_stand_where_the_baseline_is_met(runs):
+    image = drawn("pre2", runs)
+    (setting, *_) = group(runs)
+    spectral = next(g for g in setting.groups if g.label == "spectral")
+    reached = setting.epochs_to_level(spectral)
+    dots = [line for line in image.axes[0].lines if list(line.get_xdata()) == [sum(reached) / 5]]
+    assert dots
+    assert dots[0].get_ydata()[0] == setting.level
+
+
+def test_a_collapse_does_not_flatten_the_curve(runs):
+    ax = drawn("lambda", runs).axes[0]
+    assert ax.get_ylim()[0] > 60
+    assert any(t.get_text().startswith("30.") for t in ax.texts)  # the paper's λ, told in numbers
+
+
+def test_without_the_monitor_the_panels_say_so(tmp_path):
+    Fake().write(tmp_path)
+    for kappa in (1.5, 2, 3):
+        Fake(f"k{kappa}", methods=(f"spectral:kappa={kappa}",)).write(tmp_path)
+    image = drawn("lambda", load_runs([tmp_path]))
+    assert sum("no record of the Monitor" in text for text in texts(image)) == 3
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_runs_for_it_is_an_error_with_a_command(tmp_path, name):
+    Fake(state="stopped").write(tmp_path)
+    with pytest.raises(ResultsError, match=f"figure {name} needs .*attncond lab run"):
+        figure(name, load_runs([tmp_path]), tmp_path / "f.png")
+    assert not (tmp_path / "f.png").exists()
+
+
+def test_mistakes_are_told(tmp_path, runs):
+    with pytest.raises(ResultsError, match="no figure 4 here; there are 2, 3, 5"):
+        figure(4, runs, tmp_path / "f.png")
+    with pytest.raises(ResultsError, match=r"should end in \.png"):
+        figure(2, runs, tmp_path / "f.gif")
+    with pytest.raises(ResultsError, match="there is no folder"):
+        figure(2, runs, tmp_path / "nowhere" / "f.png")
+
+
+def test_a_figure_that_fails_leaves_the_old_one(tmp_path, runs, monkeypatch):
+    path = tmp_path / "f.png"
+    path.write_text("old")
+
+    class Broken:
+        def savefig(self, draft, dpi):
+            draft.write_text("half")
+            raise OSError("no space left on device")
+
+    monkeypatch.setitem(FIGURES, "2", lambda study, variant: Broken())
+    with pytest.raises(ResultsError, match="no space left"):
+        figure(2, runs, path)
+    assert path.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_band_of_condition_numbers_is_geometric():
+    _, (ax,) = drawing.canvas(1, 1, 4, 3)
+    drawing.band(ax, [{0: 10.0, 1: 5.0}, {0: 1000.0, 2: 5.0}], "k", "-", "x", ratio=True)
+    (line,) = ax.lines
+    assert list(line.get_xdata()) == [0]  # where both have a value
+    assert line.get_ydata()[0] == pytest.approx(100.0)
+    (patch,) = ax.collections
+    low, high = patch.get_datalim(ax.transData).intervaly
+    std = math.log(100) / math.sqrt(2)
+    assert (low, high) == pytest.approx((100 * math.exp(-std), 100 * math.exp(std)))
+
+
+def test_one_seed_and_no_baseline_is_still_a_figure(tmp_path):
+    Fake("spectral", methods=("spectral",), watch=True).write(tmp_path)
+    image = overview("2", "ViT-B")(group(load_runs([tmp_path])), None)
+    assert len(image.axes[0].lines) == 3
+    assert "spectral 1 seed." in image._supxlabel.get_text()
