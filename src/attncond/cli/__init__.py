@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from attncond._version import __version__
-from attncond.cli import demo, diagnose, inspect
+from attncond.cli import demo, diagnose, inspect, lab
 from attncond.cli.common import examples
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
         "attncond inspect timm:vit_base_patch16_224",
         "attncond diagnose timm:vit_tiny_patch16_224 --out report.html",
         "attncond demo --out digits",
+        "attncond lab list",
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -46,5 +47,6 @@ def _options(
 app.command("inspect", epilog=examples(*inspect.EXAMPLES))(inspect.inspect_command)
 app.command("diagnose", epilog=examples(*diagnose.EXAMPLES))(diagnose.diagnose_command)
 app.command("demo", epilog=examples(*demo.EXAMPLES))(demo.demo_command)
+app.add_typer(lab.app)
 
 __all__ = ["app"]
