@@ -154,7 +154,7 @@ class Watch(Section):
     """Optimizer steps between two measurements; 0: off."""
     probe: bool = False
     """Also run the model on a fixed batch: entropy, gap, the attention Jacobian."""
-    tokens: Count | None = 64
+    tokens: Count | None = 32
     """Tokens that the probe's Jacobians are made of; none: no Jacobians."""
 
 
