@@ -66,6 +66,19 @@ def test_names_tell_apart_what_differs(tmp_path):
     assert len(setting.baseline.runs) == 3
 
 
+def test_a_variant_with_a_rate_of_its_own_says_so(tmp_path):
+    Fake().write(tmp_path)
+    Fake("spectral", methods=("spectral",), changes={"optim.lr": 8e-3}).write(tmp_path)
+    Fake("tuned", changes={"optim.qkv_lr": 0.5, "optim.clip": None}).write(tmp_path)
+    (setting,) = settings(tmp_path)
+    assert [g.label for g in setting.groups] == [
+        "baseline",
+        "spectral, optim.lr=0.008",
+        "tuned, W_QKV rate × 0.5, optim.clip=None",
+    ]
+    assert setting.tuned is None  # more than the rate was changed
+
+
 def test_the_tuned_baseline_is_chosen_on_validation_images(tmp_path):
     Fake().write(tmp_path)
     for rate, accuracy in ((0.1, 76.0), (0.35, 77.0)):

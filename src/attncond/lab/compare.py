@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -101,12 +101,16 @@ class Group:
         return changes
 
     @property
-    def label(self) -> str:
+    def name(self) -> str:
         """What was done, from the configuration: variants of other recipes are named otherwise."""
         names = " + ".join(method_name(method) for method in self.first.methods)
         stock = "tuned" if self.first.get("optim.qkv_lr", 1.0) != 1.0 else "baseline"
-        parts = [names or stock, *self._changed, *([self.suffix] if self.suffix else [])]
-        return ", ".join(parts)
+        return ", ".join([names or stock, *self._changed])
+
+    @property
+    def label(self) -> str:
+        """The same with all else that differs from the baseline."""
+        return f"{self.name}, {self.suffix}" if self.suffix else self.name
 
     def median(self, key: str) -> float | None:
         """Of a number of the results, over the runs that finished."""
@@ -274,21 +278,27 @@ ARCHITECTURES = ("ViT-B", "DeiT-B", "Swin-B", "XCiT-M", "DaViT-B")
 
 
 def _told_apart(groups: list[Group]) -> list[Group]:
-    """Name what differs between experiments that would have one label, `optim.lr=0.002` say."""
-    by_label: dict[str, list[Group]] = {}
+    """Say of each experiment what else differs from the baseline: `optim.lr=0.002` for one.
+
+    Where there are several baselines, that with the most runs is the one. Without any, experiments
+    of one name are held against the first of them.
+    """
+    by_name: dict[str, list[Group]] = {}
     for one in groups:
-        by_label.setdefault(one.label, []).append(one)
+        by_name.setdefault(one.name, []).append(one)
+    stock = by_name.get("baseline")
     found = []
-    for same in by_label.values():
-        configs = [{k: v for k, v in flat(g.first.config).items() if k not in _TOLD} for g in same]
-        keys = sorted(set().union(*configs))
-        differ = [k for k in keys if len({json.dumps(c.get(k)) for c in configs}) > 1]
-        # The most runs keep the plain name: they are the experiment, the others its variation.
-        most = max(range(len(same)), key=lambda i: (len(same[i].finished), -i))
-        for place, (one, config) in enumerate(zip(same, configs, strict=True)):
-            told = ", ".join(f"{k}={config.get(k)}" for k in differ) if place != most else ""
-            found.append(Group(one.runs, one.on, told))
+    for same in by_name.values():
+        reference = max(stock or same, key=lambda g: len(g.finished)).first.config
+        for one in same:
+            found.append(Group(one.runs, one.on, _differences(one.first.config, reference)))
     return found
+
+
+def _differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    mine, theirs = flat(config), flat(reference)
+    keys = sorted({*mine, *theirs} - set(_TOLD))
+    return ", ".join(f"{k}={mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k))
 
 
 def _on_validation(group: Group) -> float:

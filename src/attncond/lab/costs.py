@@ -80,14 +80,14 @@ def memory(study: Study, models: dict[str, str] | None = None) -> Table:
     for setting in study:
         for g in setting.groups:
             peak, ratio = g.median("peak_memory_bytes"), setting.ratio(g, "peak_memory_bytes")
-            if peak is not None:
-                shown = (f"{peak / 1e9:.2f}", "–" if ratio is None else f"{ratio:.3f}")
+            if peak is not None and ratio is not None:
+                shown = (f"{peak / 1e9:.2f}", f"{ratio:.3f}")
                 model = f"{setting.architecture}, {setting.own}"
                 rows.append((model, "", "", "", "", "", "", g.label, *shown))
                 data.append(
                     {"model": model, "variant": g.label, "peak_memory_bytes": peak, "ratio": ratio}
                 )
-    notes = (
+    notes: tuple[str, ...] = (
         "Counts are of W_Q, W_K and W_V of the whole model for one image, the same with and "
         "without correction (paper: 3Dd parameters and gradients, 3Nd activations a head). The "
         "paper adds one constant scalar; correction, bytes is what attncond keeps: buffers with λ, "
@@ -95,10 +95,10 @@ def memory(study: Study, models: dict[str, str] | None = None) -> Table:
         "Kept for backward: numbers in the corrected weight s(W + λI), which autograd keeps beside "
         "W unless a compiler forms it again. Table 8 has no extra tensors there, which is true of "
         "XW + λX only.",
-        "Peak memory is measured, the median of the runs.",
     )
     title = "Table 8: memory of spectral conditioning, counted"
     measured = any(row[-2] for row in rows)
+    notes += ("Peak memory is measured on the device, the median of the runs.",) if measured else ()
     missing = () if measured else (("measured peak memory", "attncond lab list"),)
     return Table(title, columns, tuple(rows), tuple(data), notes, missing, _TEXTS)
 

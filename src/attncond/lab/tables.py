@@ -297,7 +297,7 @@ def _role(line: Line) -> str:
 def _role_of(g: Group) -> str:
     if g.spectral is not None and replace(g.spectral, refresh_every=1) == Spectral.paper_svd():
         return "paper-svd"
-    return g.label
+    return g.name if g.first.methods else g.label
 
 
 def _is_paper(g: Group) -> bool:
