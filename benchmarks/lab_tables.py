@@ -1,0 +1,160 @@
+"""Write the sections of docs/results.md from the runs in results/lab, so that nothing is typed.
+
+python benchmarks/lab_tables.py            # rewrites the marked sections
+python benchmarks/lab_tables.py --count    # counts memory and FLOPs anew: results/lab/costs.json
+python benchmarks/lab_tables.py --figures  # draws the figures anew: results/lab/*.png
+
+Runs get there by `attncond lab collect RUNS --out results/lab/NAME.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from attncond.lab.figures import FIGURES, figure
+from attncond.lab.results import load_runs
+from attncond.lab.runs import ResultsError, Run
+from attncond.lab.sheet import Table
+from attncond.lab.tables import table
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "results" / "lab"
+PAGE = ROOT / "docs" / "results.md"
+TRAINED = ("2", "5", "6", "7", "8", "3", "9", "10", "11", "12", "pre3")
+
+Section = Callable[[Sequence[Run], Path], str]
+
+
+def committed(folder: Path = FOLDER) -> list[Run]:
+    """The runs that are in the repository; smoke forms say nothing."""
+    try:
+        return [run for run in load_runs([folder]) if run.form != "smoke"]
+    except ResultsError:
+        return []
+
+
+def _table(number: str, runs: Sequence[Run]) -> str:
+    found: Table = table(number, runs)
+    # Rows of the paper that we have nothing for are in `attncond lab table`.
+    kept = [i for i, data in enumerate(found.data) if "mean" in data]
+    shown = replace(
+        found,
+        rows=tuple(found.rows[i] for i in kept),
+        data=tuple(found.data[i] for i in kept),
+        missing=(),
+    )
+    return shown.to_markdown()
+
+
+def _section(
+    number: str, command: str, wanted: Callable[[Run], bool], pictures: Sequence[str] = ()
+) -> Section:
+    """A table of some of the runs, with figures where they have been drawn."""
+
+    def make(runs: Sequence[Run], folder: Path) -> str:
+        mine = [run for run in runs if wanted(run)]
+        if not any(run.state in ("finished", "diverged") for run in mine):
+            return f"No runs are committed yet. They are made by `{command}`."
+        return "\n\n".join([_table(number, mine), *_pictures(pictures, folder)])
+
+    return make
+
+
+def _spectra(runs: Sequence[Run], folder: Path) -> str:
+    found = _pictures(TRAINED, folder)
+    command = "attncond lab run spectra --form small --seeds 5"
+    return "\n\n".join(found) or f"No runs are committed yet. They are made by `{command}`."
+
+
+def _costs(runs: Sequence[Run], folder: Path) -> str:
+    file = folder / "costs.json"
+    if not file.exists():
+        return "Not counted yet: `python benchmarks/lab_tables.py --count`."
+    record = json.loads(file.read_text(encoding="utf-8"))
+    return "\n\n".join([f"`{record['command']}`:", record["memory"], record["flops"]])
+
+
+def _pictures(names: Sequence[str], folder: Path) -> list[str]:
+    files = {name: folder / f"figure-{name}.png" for name in names}
+    return [f"![Figure {n}](../results/lab/{f.name})" for n, f in files.items() if f.exists()]
+
+
+def _on(data: str) -> Callable[[Run], bool]:
+    return lambda run: str(run.get("data.name")).startswith(data)
+
+
+CIFAR = "attncond lab run {}-cifar10 --form small --seeds 5"
+SECTIONS: dict[str, Section] = {
+    "cifar10": _section("1", CIFAR.format("vit"), _on("cifar10")),
+    "tinyimagenet": _section(
+        "1", "attncond lab run vit-tinyimagenet --form small --seeds 5", _on("tiny_imagenet")
+    ),
+    "lambda": _section(
+        "5",
+        "attncond lab run vit-lambda --form small --seeds 3",
+        lambda run: any("lam=" in m or "kappa=" in m for m in run.get("methods") or ())
+        or (run.architecture == "ViT-B" and not run.get("methods")),
+        ["lambda"],
+    ),
+    "layernorm": _section(
+        "6", "attncond lab run layernorm --form small --seeds 3", _on("cifar10")
+    ),
+    "theorems": _section("7", "attncond lab run theorems --form small --seeds 3", _on("cifar10")),
+    "costs": _costs,
+    "epochs": _section(
+        "pre2", "attncond lab run epochs-to-baseline --form small --seeds 5", _on("cifar10"),
+        ["pre2"],
+    ),
+    "spectra": _spectra,
+}  # fmt: skip
+
+
+def render(text: str, runs: Sequence[Run], folder: Path = FOLDER) -> str:
+    """The page with every marked section written anew."""
+    for name, make in SECTIONS.items():
+        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
+        found = make(runs, folder)
+        text, count = re.subn(
+            pattern, lambda m, found=found: m[1] + found + "\n" + m[2], text, flags=re.S
+        )
+        if count != 1:
+            raise ValueError(f"docs/results.md needs one section marked {name}, it has {count}")
+    return text
+
+
+def count() -> None:
+    """Tables 8 and 9, which need no runs."""
+    import _record
+
+    tables = {"memory": table(8), "flops": table(9)}
+    figures = {name: replace(found, missing=()).to_markdown() for name, found in tables.items()}
+    rows = {f"{name}_rows": found.data for name, found in tables.items()}
+    _record.write(FOLDER / "costs.json", {**figures, **rows})
+
+
+def draw(runs: Sequence[Run]) -> None:
+    """Every figure that there are runs for."""
+    for name in FIGURES:
+        try:
+            print(figure(name, runs, FOLDER / f"figure-{name}.png"))
+        except ResultsError as error:
+            print(error)
+
+
+def main() -> None:
+    """Rewrite the page."""
+    runs = committed()
+    if "--count" in sys.argv:
+        count()
+    if "--figures" in sys.argv:
+        draw(runs)
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

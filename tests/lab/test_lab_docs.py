@@ -1,0 +1,132 @@
+"""What docs/lab.md, docs/results.md and README say of the lab holds."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from fabricate import Fake, study, sweep
+from typer.testing import CliRunner
+
+from attncond.cli import app
+from attncond.lab import run as runner
+from attncond.lab.recipe import load
+from attncond.lab.results import collect, dumps, load_runs
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/lab.md", "docs/results.md")
+
+
+def commands(start: str) -> list[str]:
+    """Lines of the shell that start so; a backslash goes on."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+        for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S):
+            found += [line for line in block.splitlines() if start in line.split("#")[0]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with all that the commands of the pages speak of."""
+    path = tmp_path_factory.mktemp("user")
+    study(path / "runs", ("vit-cifar10",), seeds=2)
+    sweep(path / "runs", seeds=1)
+    Fake(seed=8).write(path / "other" / "runs")
+    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    (yaml,) = re.findall(r'write_text\("""\n(.*?)"""\)', text, re.S)
+    assert len(yaml.splitlines()) <= 10  # the recipe of one's own
+    (path / "mine.yaml").write_text(yaml)
+    return path
+
+
+@pytest.mark.parametrize("line", commands("attncond lab "))
+def test_commands_of_the_pages(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    planned: list[object] = []
+
+    def checked(argv: list[str]) -> int:
+        parser = argparse.ArgumentParser()
+        runner.add_arguments(parser)
+        args = parser.parse_args(argv)
+        variants = args.variants.split(",") if args.variants else None
+        kinds = {"form": args.form, "variants": variants, "seeds": args.seeds}
+        settings = dict(args.settings)
+        planned.extend(runner.plan(args.names, args.out, overrides=settings, **kinds))
+        return 0
+
+    monkeypatch.setattr(runner, "main", checked)
+    words = shlex.split(line, comments=True)
+    assert words[:2] == ["attncond", "lab"]
+    result = CliRunner().invoke(app, words[1:])
+    assert result.exit_code == 0, result.output
+    assert planned or words[2] != "run"
+
+
+@pytest.mark.parametrize("line", commands("attncond.lab.run "))
+def test_commands_for_several_processes(line: str) -> None:
+    words = shlex.split(line.split("-m attncond.lab.run ")[1].replace("$", ""))
+    parser = argparse.ArgumentParser()
+    runner.add_arguments(parser)
+    args = parser.parse_args(words)
+    for name in args.names:
+        for variant in args.variants.split(",") if args.variants else load(name).variants:
+            load(name).config(args.form, variant)
+
+
+@pytest.fixture
+def lab_tables(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import lab_tables
+
+    yield lab_tables
+    sys.modules.pop("lab_tables")
+
+
+def test_the_page_of_results_is_what_the_committed_runs_say(lab_tables) -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert lab_tables.render(page, lab_tables.committed()) == page
+    with pytest.raises(ValueError, match="section marked lambda"):
+        lab_tables.render(page.replace("<!-- /lambda -->", ""), [])
+
+
+def test_every_section_is_filled_from_runs(lab_tables, tmp_path: Path) -> None:
+    study(tmp_path / "runs")
+    sweep(tmp_path / "runs", seeds=2)
+    for seed in range(2):
+        changes = {"data.name": "tiny_imagenet32"}
+        Fake("t", seed, 40.0 + seed, changes=changes).write(tmp_path / "runs")
+        Fake("n", seed, 60.0 + seed, changes={"model.norm": False}).write(tmp_path / "runs")
+    Fake("smoke", form="smoke", accuracy=1.23).write(tmp_path / "runs")
+    runs = load_runs([tmp_path / "runs"])
+    lab = tmp_path / "lab"
+    lab.mkdir()
+    (lab / "all.json").write_text(dumps(collect(runs, "attncond lab collect")))
+    for name in ("lambda", "2"):
+        (lab / f"figure-{name}.png").touch()
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = lab_tables.render(page, lab_tables.committed(lab), lab)
+    assert "No runs are committed" not in text
+    assert "| 1.23" not in text  # smoke runs are no results
+    parts = {
+        name: re.search(rf"<!-- {name}: .*?<!-- /{name} -->", text, re.S)[0]
+        for name in lab_tables.SECTIONS
+    }
+    assert "DaViT-B | spectral" in parts["cifar10"]
+    assert "40.50 ± 0.71" in parts["tinyimagenet"]
+    assert "40.50 ± 0.71" not in parts["cifar10"]
+    assert "norm-preserving" in parts["lambda"]
+    assert "figure-lambda.png" in parts["lambda"]
+    assert "no LayerNorm" in parts["layernorm"]
+    assert "paper-svd" in parts["theorems"]
+    assert "fewer epochs" in parts["epochs"]
+    assert "figure-2.png" in parts["spectra"]
+    assert lab_tables.render(text, lab_tables.committed(lab), lab) == text
