@@ -9,23 +9,22 @@ run is the one that was captured is not taken on trust: its logits are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attncond.calls import channel_axis, operands_of, tensors
 from attncond.diagnose.arguments import in_double, map_tensors, row_range
 from attncond.diagnose.capture import Call, split_heads
+from attncond.diagnose.doubled import Shell, doubled, doubled_copy, stock
 from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, back, cut_uses
-from attncond.effective import Conditioned, effective, full, records
 from attncond.heads import Heads
 from attncond.interception import Interception, Logits, Matrix
-from attncond.sites import HIDDEN, Projection, Role, Site
+from attncond.sites import HIDDEN, Role, Site
 
 __all__ = ["Replay", "Traced"]
 
@@ -92,11 +91,13 @@ class Replay:
 
     def _trace(self, head: int, cut: bool) -> Traced:
         run = _Run(self, head, cut)
-        module, shell = self.site.module, _Shell(self.site.module, self.call.forward)
-        args, kwargs = (map_tensors(given, _wide) for given in (self.call.args, self.call.kwargs))
+        module, shell = self.site.module, Shell(self.site.module, self.call.forward)
+        args, kwargs = (
+            map_tensors(given, doubled_copy) for given in (self.call.args, self.call.kwargs)
+        )
         try:
             with (
-                _stock(module),
+                stock(module),
                 sdpa_kernel(SDPBackend.MATH),  # the fused ones have no second derivatives
                 torch.autocast(run.device.type, enabled=False),
                 torch.enable_grad(),
@@ -148,18 +149,6 @@ class Replay:
         return Traced(output, kept)
 
 
-class _Shell(nn.Module):
-    """The module, called past its hooks: they have acted on the arguments already."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.run = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-
 class _Run(Interception):
     """Makes leaves of a head's projections, and stops at the head's output."""
 
@@ -174,7 +163,7 @@ class _Run(Interception):
         self.uses: list[Use] = []
         self.checked = False
         self.root = 0  # the softmax of this attention
-        self.state, self.known = _state(site)
+        self.state, self.known = doubled(site)
         self.device = next(iter(self.known.values()))[0].raw.device
 
     def __torch_function__(
@@ -343,43 +332,3 @@ def _in_order_of(args: tuple[Any, ...], matrix: Tensor, output: Tensor) -> Tenso
         return output.movedim(channel_axis("einsum", args, {}, matrix), -1)
     order = [c for c in own if c in result] + [c for c in result if c not in own]
     return output.permute([result.index(c) for c in order])
-
-
-def _state(site: Site) -> tuple[dict[str, Tensor], dict[int, list[Projection]]]:
-    """The module's tensors in float64, and whose weight each storage is."""
-    state: dict[str, Tensor] = {}
-    known: dict[int, list[Projection]] = {}
-    named = dict(site.module.named_modules())
-    for path, module in named.items():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or not tensor.is_floating_point():
-                continue
-            value = full(tensor.detach())
-            if name in records(module):
-                value = effective(module, name, value)  # rounded as in the model's own forward
-            value = value.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-            state[".".join(filter(None, ("module", path, name)))] = value
-            own = [p for p in site.projections if p.owner is module and p.name == name]
-            if own:
-                known[value.untyped_storage().data_ptr()] = own
-    if {id(p) for own in known.values() for p in own} != {id(p) for p in site.projections}:
-        raise ReplayError("its projections are outside of its module")
-    return state, known
-
-
-@contextmanager
-def _stock(module: nn.Module) -> Iterator[None]:
-    """As the library made it: what conditioning adds is in the weights, or done by the run."""
-    before = [(m, type(m)) for m in module.modules() if isinstance(m, Conditioned)]
-    try:
-        for m, cls in before:
-            m.__class__ = cls._attncond_base  # type: ignore[attr-defined]
-        yield
-    finally:
-        for m, cls in before:
-            m.__class__ = cls
-
-
-def _wide(t: Tensor) -> Tensor:
-    t = t.detach()
-    return t.to(torch.float64, copy=True) if t.is_floating_point() else t.clone()
