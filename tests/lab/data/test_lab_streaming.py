@@ -1,5 +1,6 @@
 """Streamed images: the same with any number of workers; what breaks is named."""
 
+import gc
 import os
 import random
 import signal
@@ -46,6 +47,30 @@ def test_workers_make_no_difference(root, train):
     workers = batches(root, replace(DATA, workers=2), train=train)
     for number in (0, 1):  # the second with workers that are there already
         assert same(here.epoch(number), workers.epoch(number))
+
+
+def test_workers_end_with_their_batches(root):
+    made = batches(root, replace(DATA, workers=2))
+    list(made.epoch(0))
+    workers = made._stream._loader._iterator._workers
+    assert all(worker.is_alive() for worker in workers)
+    gc.disable()  # nothing may be left to it: it would take five seconds for each of them
+    try:
+        start = time.monotonic()
+        del made
+        assert not any(worker.is_alive() for worker in workers)
+        assert time.monotonic() - start < 4
+    finally:
+        gc.enable()
+
+
+def test_an_epoch_left_early_can_be_begun_again(root):
+    made = batches(root, replace(DATA, workers=2))
+    first = list(made.epoch(0))
+    epoch = made.epoch(0)
+    next(epoch)
+    epoch.close()
+    assert same(first, made.epoch(0))
 
 
 def test_epochs_and_seeds_differ_and_a_resumed_epoch_does_not(root):
@@ -95,7 +120,7 @@ def test_no_bit_left_is_black(root):
     augment = Augment(randaugment="rand-m10-n8-p1-inc1")
     made = batches(root, replace(DATA, augment=augment))
     assert all(images.isfinite().all() for images, _ in made.epoch(0))
-    operations = made._stream._loader.dataset.transform.transforms[1].ops
+    operations = made._stream._dataset.transform.transforms[1].ops
     posterize = next(each for each in operations if each.name == "PosterizeIncreasing")
     assert posterize.aug_fn(Image.new("RGB", (4, 4), "white"), 0).getextrema() == ((0, 0),) * 3
     assert posterize.aug_fn(Image.new("RGB", (4, 4), "white"), 1).getextrema() == ((128, 128),) * 3
@@ -142,7 +167,7 @@ def test_ctrl_c_ends_quietly_and_leaves_no_workers(root, tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", script], stdout=stream, stderr=stream, start_new_session=True
         )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while "[" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

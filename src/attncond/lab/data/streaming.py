@@ -31,36 +31,53 @@ class Stream:
     """
 
     def __init__(self, files: Files, data: DataSettings, seed: int, train: bool, pin: bool) -> None:
-        dataset = _Images(files, _transform(files, data, train), seed)
-        self._keys: Iterable[list[Key]] = ()
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=_Handed(self),
-            num_workers=data.workers,
+        self._dataset = _Images(files, _transform(files, data, train), seed)
+        self._workers, self._train, self._pin = data.workers, train, pin
+        self._handed = _Handed()
+        self._loader: DataLoader[Any] | None = None
+
+    def __call__(self, keys: Iterable[list[Key]]) -> Iterator[Batch]:
+        """The batches with these keys, in this order."""
+        self._handed.keys = keys
+        if self._loader is None:
+            self._loader = self._made()
+        batches = iter(self._loader)
+        try:
+            while (batch := next(batches, None)) is not None:
+                if isinstance(batch, str):
+                    raise DataError(batch)
+                yield batch
+        except BaseException:
+            # Whatever ended it, its workers end now: left to the garbage collector, they would
+            # live as long as somebody holds the error, and then be waited for.
+            self._loader = None
+            getattr(batches, "_shutdown_workers", int)()
+            raise
+
+    def _made(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._dataset,
+            batch_sampler=self._handed,
+            num_workers=self._workers,
             collate_fn=_collate,
-            pin_memory=pin,
-            persistent_workers=train and data.workers > 0,
+            pin_memory=self._pin,
+            persistent_workers=self._train and self._workers > 0,
             worker_init_fn=_quiet,
             generator=torch.Generator(),  # or each epoch would draw from the global one
         )
 
-    def __call__(self, keys: Iterable[list[Key]]) -> Iterator[Batch]:
-        """The batches with these keys, in this order."""
-        self._keys = keys
-        for batch in self._loader:
-            if isinstance(batch, str):
-                raise DataError(batch)
-            yield batch
-
 
 class _Handed:
-    """A batch sampler that hands out the stream's keys of the moment."""
+    """A batch sampler that hands out the keys of the moment.
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    It knows nothing of its stream: workers in a reference cycle would be ended by the garbage
+    collector, whose order of doing things keeps each of them waiting for five seconds.
+    """
+
+    keys: Iterable[list[Key]] = ()
 
     def __iter__(self) -> Iterator[list[Key]]:
-        return iter(self.stream._keys)
+        return iter(self.keys)
 
 
 class _Images(Dataset[tuple[Tensor, int] | str]):
