@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+import attncond as ac
+from attncond.lab.recipe import Config, Model, Optim, RecipeError, load
+
+
+def test_fp16_is_refused_on_a_cpu() -> None:
+    config = load("vit-cifar10").config(overrides={"train.precision": "fp16"})
+    config.check_device("cuda")
+    with pytest.raises(RecipeError, match=r"train.precision: fp16 needs a GPU"):
+        config.check_device("cpu")
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = load("vit-cifar10").config()
+    with pytest.raises(ValidationError):
+        config.optim.lr = 1.0  # type: ignore[misc]
+
+
+def test_a_config_read_back_from_json_is_the_same() -> None:
+    config = load("swin-cifar10").config("smoke", "spectral+gap", 7)
+    for again in (
+        Config.model_validate_json(config.model_dump_json()),
+        Config.model_validate(json.loads(json.dumps(config.model_dump()))),
+    ):
+        assert again == config
+
+
+def test_conditioners_are_the_methods_in_their_order() -> None:
+    config = load("vit-cifar10").config("small", "spectral+gap+precondition")
+    assert config.conditioners() == (ac.Spectral(), ac.RemoveGap(), ac.Precondition())
+
+
+@pytest.mark.parametrize("value", [True, "1", None, float("nan"), float("inf"), -1.0, 0])
+def test_numbers_are_taken_strictly(value: object) -> None:
+    with pytest.raises(ValidationError):
+        Optim(lr=value)  # type: ignore[arg-type]
+
+
+def test_a_list_is_taken_for_a_pair() -> None:
+    assert Optim(lr=1, betas=[0.5, 0.6]).betas == (0.5, 0.6)  # type: ignore[arg-type]
+
+
+def test_two_models_do_not_share_their_arguments() -> None:
+    Model(name="a").kwargs["depth"] = 3
+    assert Model(name="a").kwargs == {}
+
+
+def test_every_field_that_needs_it_is_explained() -> None:
+    plain = {"epochs", "warmup_epochs", "min_lr", "betas", "eps", "precision", "label_smoothing"}
+    plain |= {"augment", "recipe", "form", "variant", "seed"}
+    plain |= {"data", "model", "optim", "schedule", "train", "watch"}
+    sections = [Config, *(f.annotation for f in Config.model_fields.values())]
+    for section in sections:
+        for name, field in getattr(section, "model_fields", {}).items():
+            assert field.description or name in plain, name
