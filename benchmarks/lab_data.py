@@ -152,10 +152,12 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50_000, help="of noise, without data")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/lab_data_cpu.json"))
     args = parser.parse_args()
+    load_average = round(os.getloadavg()[0], 1)  # what else ran
     seconds, split = decoding(args.data)
     settings = {"batch": args.batch, "epochs": args.epochs, "device": args.device}
     figures = {
         "settings": {**settings, "images": "noise" if split is None else "CIFAR-10, JPEG copy"},
+        "load_average_at_start": load_average,
         "seconds_for_60000_images": seconds,
         "batches": rates(noise(args.images) if split is None else split, args),
     }

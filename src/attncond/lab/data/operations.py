@@ -57,13 +57,17 @@ def _auto_contrast(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
 
 def _equalize(images: Tensor, amount: Tensor, fill: Tensor) -> Tensor:
     values = images.flatten(2).long()
-    # Sorted, because counting by scattered additions is not deterministic on every GPU.
-    levels = torch.arange(256, device=images.device).expand(*values.shape[:2], 256).contiguous()
-    below = torch.searchsorted(values.sort(2).values, levels)  # pixels that are darker
+    channels = values.shape[0] * values.shape[1]
+    # Counted in one dimension, the only form that torch's deterministic mode has on GPUs.
+    start = torch.arange(channels, device=images.device).view(*values.shape[:2], 1) * 256
+    counts = values.new_zeros(channels * 256)
+    counts.scatter_add_(0, (values + start).flatten(), torch.ones_like(values).flatten())
+    counts = counts.view(*values.shape[:2], 256)
+    below = counts.cumsum(2) - counts  # pixels that are darker
     darker_than_the_brightest = below.gather(2, values.amax(2, keepdim=True))
     step = darker_than_the_brightest // 255
     table = (step // 2 + below) // step.clamp(min=1)
-    table = torch.where(step > 0, table.clamp(max=255), levels)
+    table = torch.where(step > 0, table.clamp(max=255), torch.arange(256, device=images.device))
     return table.gather(2, values).view(images.shape).to(images.dtype)
 
 
