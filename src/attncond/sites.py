@@ -108,6 +108,8 @@ class Site:
 def class_name(module: nn.Module) -> str:
     """Qualified name of a module's class as its library defined it."""
     cls = getattr(type(module), "_attncond_base", type(module))
+    if cls.__module__.startswith("torch.distributed.fsdp"):  # fully_shard's: (FSDPModule, the own)
+        cls = cls.__bases__[-1]
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from attncond.lab.checkpoint import Tensors, like
@@ -34,7 +35,7 @@ class Average:
         """After optimizer step number ``step``, which is 1 for the first one."""
         decay = min(self.decay, (1 + step) / (10 + step))
         now = self.model.state_dict()
-        pairs = [(self.tensors[k], v.detach()) for k, v in now.items()]
+        pairs = [(_own(self.tensors[k]), _own(v.detach())) for k, v in now.items()]
         means = [(a, b) for a, b in pairs if a.is_floating_point()]
         get_ema_multi_avg_fn(decay)([a for a, _ in means], [b for _, b in means], step)
         for a, b in pairs:
@@ -61,3 +62,8 @@ class Average:
             held: Tensor = own.detach().clone()
             own.copy_(self.tensors[name])
             self.tensors[name].copy_(held)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this process has of a sharded tensor: a mean is taken number by number."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

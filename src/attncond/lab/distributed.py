@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -33,6 +34,7 @@ def accelerated(config: Config) -> Iterator[Accelerator]:
     try:
         accelerator = Accelerator(
             mixed_precision=precision,
+            cpu=not torch.accelerator.is_available(),  # else each process would be the only one
             gradient_accumulation_steps=config.train.accumulate,
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharding() else None,
         )

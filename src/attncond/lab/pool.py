@@ -116,11 +116,14 @@ class Pool(Generic[Run]):
                 return None
             many = Counter(run.kind for run in self.waiting)
             taken = {run.kind for run in self._busy.values()}
+            architectures = {architecture for architecture, _ in taken}
 
             def worth(run: Run) -> tuple[bool, bool, bool, int]:
-                alike = (last.kind if last is not None else (None, None))[0]
-                same = last is not None and run.kind == last.kind
-                return same, run.kind not in taken, run.kind[0] == alike, many[run.kind]
+                if last is None:
+                    known, near = False, run.kind[0] not in architectures
+                else:
+                    known, near = run.kind == last.kind, run.kind[0] == last.kind[0]
+                return known, run.kind not in taken, near, many[run.kind]
 
             found = max(self.waiting, key=worth)
             self.waiting.remove(found)

@@ -178,8 +178,14 @@ def _here(
             raise
         return "stopped", str(error)
     except ConditioningError as error:
+        if _rank():
+            print(f"attncond (process {_rank()}): {error}", file=sys.stderr)
         return "failed", str(error)
     return result.status, ""
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def seeds_of(text: str) -> list[int]:
@@ -189,12 +195,12 @@ def seeds_of(text: str) -> list[int]:
     ([0, 1, 2], [2, 3, 4], [0, 7])
     """
     try:
-        if text.isdecimal() and int(text):
-            return list(range(int(text)))
         found: list[int] = []
-        for part in text.strip(",").split(","):
+        for part in text.split(","):
             first, _, last = part.partition("-")
             found += range(int(first), int(last or first) + 1)
+        if text.isdecimal():
+            found = list(range(int(text)))
         if found and len(set(found)) == len(found):
             return found
     except ValueError:
@@ -250,7 +256,7 @@ def run(
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several and args.jobs > 1:
         raise RunError("--jobs is for one process; torchrun and accelerate started several")
-    if several and int(os.environ.get("RANK", "0")) > 0:
+    if several and _rank():
         say = _silent
     outcomes = run_many(
         runs,

@@ -1,0 +1,54 @@
+"""What two processes do for test_lab_distributed.py; torchrun starts this, once for all tests."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from attncond.lab.folder import Interrupted  # noqa: E402
+from attncond.lab.recipe import load  # noqa: E402
+from attncond.lab.train import train  # noqa: E402
+
+EVERYTHING = {
+    "optim.clip": "0.5",
+    "schedule.epochs": "4",
+    "train.ema": "0.8",
+    "train.accumulate": "2",
+    "train.checkpoint_every": "7",
+    "data.augment.crop": "1",
+    "watch.every": "10",
+}
+CASES = {
+    "baseline": ("vit-cifar10", "baseline", EVERYTHING),
+    "spectral": ("digits", "spectral", EVERYTHING),
+    "polar": ("digits", "baseline", {**EVERYTHING, "methods": "polar:refresh_every=3"}),
+    "heads": ("digits", "baseline", {**EVERYTHING, "methods": "[gap, precondition]"}),
+    "mixed": ("digits", "spectral", {**EVERYTHING, "data.augment.mixup": "0.8"}),
+}
+
+
+def config(case):
+    recipe, variant, settings = CASES[case]
+    return load(recipe).config("smoke", variant, 0, settings)
+
+
+def main(root):
+    for kind in ("ddp", "fsdp"):
+        os.environ["ACCELERATE_USE_FSDP"] = str(kind == "fsdp")
+        for case in CASES:
+            train(config(case), root / kind / case, progress=False)
+        for name in ("stopped", "left"):  # the second is gone on with by one process
+            try:
+                train(config("polar"), root / kind / name, deadline=time.time(), progress=False)
+            except Interrupted as error:
+                if torch.distributed.get_rank() == 0:
+                    (root / kind / f"{name}.txt").write_text(str(error))
+        train(config("polar"), root / kind / "stopped", progress=False)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
