@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -37,7 +36,8 @@ class Pool(Generic[Run]):
     """Hands runs to ``jobs`` workers until none is left.
 
     A worker gets a run of the kind that it had before, if there is one, because that is compiled
-    already; then one of its architecture; workers spread over the kinds first.
+    already; then one of its architecture; workers spread over the kinds first. Across processes,
+    torch.compile's cache on disk serves (TORCHINDUCTOR_CACHE_DIR says where, if not in /tmp).
 
     Args:
         runs: What to do.
@@ -134,6 +134,8 @@ class Pool(Generic[Run]):
         worker = self._workers.get(number)
         if worker is None or worker.poll() is not None:
             worker = self._workers[number] = self._start(number)
+            if self.stopping:  # it came too late for the signal that the others got
+                worker.terminate()
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
@@ -158,8 +160,6 @@ class Pool(Generic[Run]):
         cores = str(max(1, (os.cpu_count() or 1) // self.jobs))
         environment.setdefault("OMP_NUM_THREADS", cores)
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", cores)
-        shared = Path(tempfile.gettempdir()) / f"attncond-compiled-{os.getuid()}"
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shared))
         environment["ATTNCOND_LAB_JOBS"] = str(self.jobs)
         environment["ATTNCOND_LAB_COMMAND"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         gpus = torch.cuda.device_count()
