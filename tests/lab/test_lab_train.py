@@ -291,10 +291,11 @@ def test_compiled_runs_that_differ_in_the_seed_share_their_code(tmp_path, monkey
     counters.clear()
     eager = quiet(config("spectral"), tmp_path / "eager")
     graphs = []
-    for seed in (0, 1):
-        quiet(config("spectral", seed, train__compile="true"), tmp_path / f"seed{seed}")
+    for seed, methods in enumerate(("spectral", "spectral", "spectral:lam=0.5")):
+        settings = {"methods": methods, "train__compile": "true"}
+        quiet(config("spectral", seed, **settings), tmp_path / f"seed{seed}")
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [1, 1]
+    assert graphs == [1, 1, 1]
     assert not counters["graph_break"]
     compiled.cache_clear()
     loss = rows(tmp_path / "seed0")[-1]["train_loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -12,9 +13,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attncond.lab.config import Config
 from attncond.lab.data import Batches
+from attncond.methods import Spectral
 
-__all__ = ["Distillation", "compiled", "evaluate", "objective"]
+__all__ = ["Distillation", "compile_key", "compiled", "evaluate", "objective"]
 
 Distillation = Literal["hard", "soft"] | None
 
@@ -88,16 +91,29 @@ def evaluate(
     return loss / count, 100 * right / count
 
 
+def compile_key(config: Config) -> str:
+    """The same for runs whose steps compile to the same code: seeds, learning rates, strengths.
+
+    λ is a buffer of the model, so that it may differ; what it is added to may not.
+    """
+    methods = [
+        replace(m, kappa=None, lam=1.0) if isinstance(m, Spectral) else m
+        for m in config.conditioners()
+    ]
+    return repr((config.model, methods, config.data, config.train))
+
+
 @lru_cache(maxsize=1)
 def compiled(key: str, graphs: bool) -> Callable[..., Tensor]:
-    """The objective, compiled for what ``key`` describes: the model, the method, the shapes.
+    """The objective, compiled for what ``key`` describes.
 
-    Runs that follow each other in one process and differ in the seed alone share it. Another key
-    starts over: torch.compile would otherwise count recompilations, and fall back to eager silently
-    after a few. With ``graphs`` a step is replayed as CUDA graphs, for small models are bound by
-    what it costs to launch their kernels.
+    Runs of one key that follow each other in one process share it. Another key starts over: code
+    that is of no use any more would cost memory, and count towards the number of recompilations
+    after which torch.compile falls back to eager silently. With ``graphs`` a step is replayed as
+    CUDA graphs, for small models are bound by what it costs to launch their kernels.
     """
     torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64
     options: dict[str, Any] = {"mode": "reduce-overhead"} if graphs else {}
     found: Callable[..., Tensor] = torch.compile(objective, dynamic=False, **options)
     return found

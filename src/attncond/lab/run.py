@@ -52,8 +52,9 @@ class Planned:
     @property
     def kind(self) -> tuple[str, str]:
         """The architecture, and all that a compiled step depends on."""
-        c = self.config
-        return repr(c.model), repr((c.model, c.methods, c.train, c.data))
+        from attncond.lab.objective import compile_key
+
+        return repr(self.config.model), compile_key(self.config)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from attncond.lab.config import Config
 from attncond.lab.data import Batches, load
 from attncond.lab.distributed import accelerated, agreed, sharding, wrap
 from attncond.lab.folder import Interrupted, Result, RunError, RunFolder, plain
-from attncond.lab.objective import compiled, evaluate, objective
+from attncond.lab.objective import compile_key, compiled, evaluate, objective
 from attncond.lab.optim import parameter_groups
 from attncond.lab.progress import Progress, tensorboard
 from attncond.lab.state import State
@@ -151,8 +151,8 @@ def _train(
     teacher = load_trained(Path(t.teacher)).to(device) if t.teacher else None
     loss_of = objective
     if t.compile:
-        key = repr((config.model, config.methods, t, config.data, source.classes, device))
-        loss_of = compiled(key, graphs=device.type == "cuda" and world == parts == 1)
+        graphs = device.type == "cuda" and world == parts == 1
+        loss_of = compiled(compile_key(config), graphs)
 
     # Optimizer, average, and where the last process left off.
     adam = torch.optim.AdamW(
