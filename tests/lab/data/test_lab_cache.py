@@ -58,6 +58,9 @@ def test_another_file_is_decoded_again(folder):
     (folder / "source").write_text("another")
     get(folder, read)
     assert read.calls == 2
+    os.utime(folder / "source", ns=(1, 1))  # as long as before, but not the same
+    get(folder, read)
+    assert read.calls == 3
 
 
 @pytest.mark.parametrize("keep", [0, 5, 300, 20_000])

@@ -42,6 +42,12 @@ def test_inside_is_noise_in_one_rectangle():
         assert torch.equal(one[0], rows[:, None] & columns[None, :])
 
 
+def test_rectangles_reach_every_border():
+    changed = erasing(1.0)(torch.full((2048, 3, 32, 32), 50.0), 0)[:, 0] != 50
+    for border in (changed[:, 0], changed[:, -1], changed[:, :, 0], changed[:, :, -1]):
+        assert 0.03 < border.any(1).float().mean() < 0.3
+
+
 def test_none_at_zero_and_another_field_each_epoch():
     images = torch.randn(2048, 3, 32, 32)
     assert torch.equal(erasing(0.0)(images, 0), images)

@@ -16,6 +16,7 @@ import torch
 from lab_data_cases import Augment, Data, write_folders
 
 from attncond.lab.data import Batches, DataError, load
+from attncond.lab.data.streaming import _Seeded
 
 AUGMENT = Augment(
     flip=True, randaugment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erase=0.5, repeats=2
@@ -111,6 +112,17 @@ def test_the_global_generators_are_left_alone(root):
     before = states()
     list(batches(root).epoch(0))
     assert states() == before
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+def test_every_generator_is_a_function_of_seed_epoch_and_place(draw):
+    def drawn(*words):
+        with _Seeded(*words):
+            return draw()
+
+    found = [drawn(0, 0, 0), drawn(1, 0, 0), drawn(0, 1, 0), drawn(0, 0, 1)]
+    assert len(set(found)) == 4
+    assert found[0] == drawn(0, 0, 0)
 
 
 def test_no_bit_left_is_black(root):
