@@ -4,10 +4,10 @@
     python benchmarks/lab_data.py --device cuda --out results/benchmarks/lab_data_cuda.json
 
 Decoding: CIFAR-10's 60,000 images from Parquet, from a cache (mapped, so that its pages are read
-when they are used), and from this process's memory; left out where the files are not there. Batches: images a second through a whole epoch, the
-drawing of its random numbers included, after one epoch to warm up; where there is no data, of
-images of noise, which take as long. The processor's own time stands beside the clock's, which
-other programs on the machine make longer.
+when they are used), and from this process's memory; left out where the files are not there.
+Batches: images a second through a whole epoch, the drawing of its random numbers included, after
+one epoch to warm up; where there is no data, of images of noise, which take as long. The
+processor's own time stands beside the clock's, which other programs on the machine make longer.
 """
 
 from __future__ import annotations
