@@ -61,7 +61,14 @@ def same(folder, other):
         assert all(torch.equal(ours[k], theirs[k]) for k in ours)
     assert rows(folder / "metrics.jsonl") == rows(other / "metrics.jsonl")
     assert (folder / "history.jsonl").read_text() == (other / "history.jsonl").read_text()
-    timed = ("seconds", "step_milliseconds", "warm_up_seconds", "peak_memory_bytes", "finished")
+    timed = (
+        "seconds",
+        "step_milliseconds",
+        "warm_up_seconds",
+        "peak_memory_bytes",
+        "finished",
+        "git",
+    )
     ours, theirs = (json.loads((f / "result.json").read_text()) for f in (folder, other))
     for key in timed:
         ours.pop(key), theirs.pop(key)

@@ -20,11 +20,13 @@ class Progress:
         if shown and sys.stderr.isatty():
             try:
                 from rich.console import Console
+                from rich.markup import escape
                 from rich.progress import Progress as Bar
             except ImportError:
                 return
             self._bar = Bar(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(name, total=total)
+            self._label = escape(name)
+            self._task = self._bar.add_task(self._label, total=total)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -43,7 +45,7 @@ class Progress:
     def at(self, step: int, loss: float) -> None:
         """How far it is."""
         if self._bar is not None:
-            about = f"{self.name}  loss {loss:.3f}"
+            about = f"{self._label}  loss {loss:.3f}"
             self._bar.update(self._task, completed=step, description=about)
 
     def line(self, text: str) -> None:

@@ -1,0 +1,88 @@
+"""A run's folder: every file whole, and no number lost or doubled."""
+
+import json
+import math
+
+import pytest
+
+from attncond.lab.folder import Result, RunError, RunFolder, dumps, plain, run_path
+from attncond.lab.recipe import load
+
+
+def config(**settings):
+    named = {k.replace("__", "."): str(v) for k, v in settings.items()}
+    return load("digits").config("smoke", "gap", 3, named)
+
+
+def test_where_a_run_is(tmp_path):
+    assert run_path(tmp_path, config()) == tmp_path / "digits/smoke/gap/seed3"
+
+
+def test_metrics_go_back_with_the_checkpoint(tmp_path):
+    files = RunFolder(tmp_path)
+    for step in (5, 10, 15):
+        files.add({"step": step, "train_loss": 1 / step})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 20, "tra')  # the last words of a killed process
+    kept = files.rewind(10)
+    assert [row["step"] for row in kept] == [5, 10]
+    files.add({"step": 15, "train_loss": 0.5})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [5, 10, 15]
+    (tmp_path / "history.jsonl").write_text("{}\n")
+    assert files.rewind(0) == []
+    assert not (tmp_path / "history.jsonl").exists()
+
+
+def test_the_configuration_stays(tmp_path):
+    files = RunFolder(tmp_path)
+    files.claim(config(), resume=True)
+    before = (tmp_path / "config.json").read_bytes()
+    files.claim(config(), resume=True)
+    assert (tmp_path / "config.json").read_bytes() == before
+    with pytest.raises(RunError, match=r"data.augment.crop was 0 and is 2; optim.clip was null"):
+        files.claim(config(data__augment__crop=2, optim__clip=1.0), resume=True)
+    files.claim(config(optim__clip=1.0), resume=False)
+    assert json.loads((tmp_path / "config.json").read_text())["optim"]["clip"] == 1.0
+
+
+def test_damaged_files_are_told(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RunError, match=r"config.json is damaged"):
+        RunFolder(tmp_path).claim(config(), resume=True)
+    (tmp_path / "result.json").write_text('{"status": ')
+    with pytest.raises(RunError, match=r"result.json is damaged.*run again"):
+        RunFolder(tmp_path).result()
+
+
+def test_starting_over_leaves_what_is_not_the_run_s(tmp_path):
+    (tmp_path / "notes.md").write_text("mine")
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    RunFolder(tmp_path).claim(config(), resume=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "notes.md"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(RunError, match="Choose another folder with --out"),
+        RunFolder(tmp_path / "file" / "run"),
+    ):
+        pass
+
+
+def test_numbers_that_json_does_not_have():
+    value = {"a": math.nan, "b": [math.inf, 1.5, {"c": -math.inf}], "d": "NaN"}
+    assert plain(value) == {"a": None, "b": [None, 1.5, {"c": None}], "d": "NaN"}
+    assert json.loads(dumps(value)) == plain(value)
+
+
+def test_a_result_says_how_it_ended(tmp_path):
+    files = RunFolder(tmp_path)
+    assert files.result() is None
+    files.finish({"status": "diverged", "test_accuracy": math.nan, "validation_accuracy": None})
+    found = files.result()
+    assert isinstance(found, Result)
+    assert found.diverged
+    assert found.test_accuracy is None
