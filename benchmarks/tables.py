@@ -146,9 +146,32 @@ def cpu() -> str:
     )
 
 
+def spectra() -> str:
+    """The spectra of all projections beside WeightWatcher's."""
+    record = _read("benchmarks/spectra_cpu.json")
+    took, faster, count = record["seconds"], record["times_faster_than"], record["matrices"]
+    body = [["`ac.diagnose(model)`", str(count["attncond"]), f"{took['attncond']:.2f} s", ""]]
+    for name, text in (
+        ("weightwatcher_model", "WeightWatcher, the model: every layer, Q, K and V as one matrix"),
+        ("weightwatcher_same", "WeightWatcher, the same matrices"),
+        ("weightwatcher_qkv", "WeightWatcher, the layers of Q, K and V alone"),
+    ):
+        row = [text, str(count[name]), f"{took[name]:.2f} s", f"{faster[name]:.1f}"]
+        body.append(row)
+    threads = record["hardware"]["torch_threads"]
+    apart = max(record["largest_relative_difference"].values())
+    return (
+        f"Spectra of ViT-B's projections, whole and by head, beside WeightWatcher's `analyze` with "
+        f"{threads} threads (`{record['command']}`; medians of {record['rounds']} rounds; singular "
+        f"values differ by {apart:.0e} of themselves at most):\n\n"
+        + _markdown(["", "matrices", "time", "of ours"], body)
+    )
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "steps": steps, "cpu": cpu},
     "docs/methods.md": {"precondition": precondition},
+    "docs/diagnose.md": {"spectra": spectra},
 }
 
 
