@@ -16,44 +16,17 @@ import argparse
 import os
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from _record import write
 
+from attncond.lab.config import Augment, Data
 from attncond.lab.data import Batches, DataError, Split, load
 from attncond.lab.data import cache as cache_module
 
-
-@dataclass(frozen=True)
-class Augment:
-    """A recipe's augmentation, here without a recipe."""
-
-    crop: int = 0
-    flip: bool = False
-    randaugment: str | None = None
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mixup_prob: float = 1.0
-    erase: float = 0.0
-    jitter: float = 0.0
-    repeats: int = 1
-
-
-@dataclass(frozen=True)
-class Data:
-    """A recipe's data section."""
-
-    name: str = "cifar10"
-    image_size: int = 32
-    validation: float = 0.0
-    limit: int | None = None
-    augment: Augment = field(default_factory=Augment)
-    workers: int = 0
-
-
+DATA = Data(name="cifar10", image_size=32, validation=0.0, workers=0)
 RAND = "rand-m9-mstd0.5-inc1"
 VARIANTS = {
     "normalise": Augment(),
@@ -61,7 +34,9 @@ VARIANTS = {
     "crop, flip, jitter": Augment(crop=4, flip=True, jitter=0.4),
     "crop, flip, RandAugment": Augment(crop=4, flip=True, randaugment=RAND),
     "crop, flip, mixup, cutmix": Augment(crop=4, flip=True, mixup=0.8, cutmix=1.0),
-    "everything": Augment(4, True, RAND, 0.8, 1.0, 1.0, 0.25, 0.0, 3),
+    "everything": Augment(
+        crop=4, flip=True, randaugment=RAND, mixup=0.8, cutmix=1.0, erase=0.25, repeats=3
+    ),
 }
 
 
@@ -81,7 +56,7 @@ def decoding(root: Path | None) -> tuple[dict[str, Any], Split | None]:
                 cache_module._KEPT.clear()
             start, worked = time.perf_counter(), time.process_time()
             try:
-                train = load(Data(), root).train
+                train = load(DATA, root).train
             except DataError as error:
                 print(f"decoding left out: {error}")
                 return {}, None
@@ -106,7 +81,7 @@ def rates(split: Split, args: argparse.Namespace) -> dict[str, Any]:
     for name, augment in VARIANTS.items():
         batches = Batches(
             split,
-            Data(augment=augment),
+            DATA.model_copy(update={"augment": augment}),
             batch_size=args.batch,
             seed=0,
             device=args.device,
