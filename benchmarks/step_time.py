@@ -1,15 +1,16 @@
 """Training-step time and memory of conditioned against stock attention, in one run.
 
     python benchmarks/step_time.py                      # ViT-B/16, batch 256, bf16, compiled, CUDA
-    python benchmarks/step_time.py --model gpt2 --batch 16 --variants stock_again gap [--regions]
+    python benchmarks/step_time.py --model gpt2 --batch 16 --variants stock_again gap [--causal]
     python benchmarks/step_time.py --model vit_tiny_patch16_224 --batch 4 --rounds 2 --steps 4 ...
 
 Each turn of a variant stands between two turns of the stock model, and its ratio is to their mean:
 measured once a round instead, the model after the slowest variant looked 1% faster than its twin.
 The ratio given is the median over rounds. A second stock model shows the noise.
 
-Inside torch.compile, transformers hands its attention an explicit mask; outside it is
-is_causal=True, for which kernels are faster: --regions compiles GPT-2 block by block.
+Before torch 2.14, transformers hands its attention an explicit mask inside torch.compile; since
+then it is is_causal=True, as outside, for which kernels are faster. --causal asks for that in the
+older ones, too.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ def task(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Cal
     """A model and its loss on one fixed batch: a timm classifier, or GPT-2 on 1,024 tokens."""
     generator = torch.Generator().manual_seed(1)
     if args.model == "gpt2":
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel, masking_utils
 
+        if args.causal:
+            masking_utils.is_tracing = lambda *_: False
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
         language = GPT2LMHeadModel(GPT2Config(**off, loss_type="ForCausalLM")).to(device)
         tokens = torch.randint(50257, (args.batch, args.tokens), generator=generator).to(device)
@@ -99,9 +102,7 @@ def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=fused)
     if handle and name in ("polar", "polar_every_10"):
         handle.attach(optimizer)
-    compiled = torch.compile(loss_of) if args.compile and not args.regions else loss_of
-    for block in model.transformer.h if args.regions else ():
-        block.compile()
+    compiled = torch.compile(loss_of) if args.compile else loss_of
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--variants", nargs="+", default=names, choices=names)
     parser.add_argument("--profile", action="store_true", help="the slowest kernels, too (CUDA)")
-    parser.add_argument("--regions", action="store_true", help="compile blocks (GPT-2)")
+    parser.add_argument("--causal", action="store_true", help="no explicit mask (GPT-2)")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/step_time.json"))
     args = parser.parse_args()

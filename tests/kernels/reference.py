@@ -11,6 +11,10 @@ import sys
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attncond.methods.gap import centre
+from attncond.methods.precondition import Precondition
 
 # batch, heads, queries, keys, channels
 SHORT = [(2, 3, 37, 37, 16), (1, 2, 5, 70, 32), (1, 1, 130, 100, 64), (1, 2, 1, 3, 16)]
@@ -59,19 +63,28 @@ def errors(ours, theirs, inputs: list[Tensor], dtype: torch.dtype) -> list[float
 def short_errors(case, form, dtype: torch.dtype, device: str) -> list[float]:
     import attncond.kernels.short as short  # in the package it is None before load()
 
+    gap, rows, fixed = (bool(x) for x in form)
+    options = {"scale": 0.3, "gap": gap, "rows": rows, "fixed": fixed, "eps": 1e-12}
+    return _short(lambda *x: short.attend(*x, **options), case, form, dtype, device)
+
+
+def plain_short_errors(case, form, dtype: torch.dtype, device: str) -> list[float]:
+    """Of what runs without the kernels."""
+    gap, rows, fixed = form
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        a = scaled_dot_product_attention(q, k, centre(v) if gap else v, scale=0.3)
+        return Precondition(eps=1e-12, detach=bool(fixed)).equilibrate(a) if rows else a
+
+    return _short(plain, case, form, dtype, device)
+
+
+def _short(call, case, form, dtype: torch.dtype, device: str) -> list[float]:
     torch.manual_seed(math.prod(case) + sum(form))
     b, h, queries, keys, d = case
-    gap, rows, fixed = form
     inputs = [heads(b, h, n, d, device) for n in (queries, keys, keys)]
     inputs[2] = inputs[2] + 3.0  # values with a mean to take off
-    return errors(
-        lambda *x: short.attend(
-            *x, scale=0.3, gap=bool(gap), rows=bool(rows), fixed=bool(fixed), eps=1e-12
-        ),
-        lambda *x: attention(*x, 0.3, *form),
-        inputs,
-        dtype,
-    )
+    return errors(call, lambda *x: attention(*x, 0.3, *form), inputs, dtype)
 
 
 def running_errors(case, dtype: torch.dtype, device: str) -> list[float]:

