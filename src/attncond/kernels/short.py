@@ -161,9 +161,12 @@ def _backward(
         along = tl.sum(wide * a, 1)
         wide = (wide - tl.where(r < 0.0, 0.0, along)[:, None] * a) * tl.abs(r)[:, None]
         along = tl.where(r < 0.0, along, 0.0)
-        if GAP:
-            along += tl.sum(wide * tl.load(mean + head * D + channel)[None, :], 1)
         g = wide.to(g.dtype)
+        # Of the rounded dA, for that is what meets V below; a mean that V has would show otherwise.
+        rounded = g.to(tl.float32)
+        along += tl.sum((rounded - wide) * a, 1) / tl.abs(r)
+        if GAP:
+            along += tl.sum(rounded * tl.load(mean + head * D + channel)[None, :], 1)
     else:
         if GAP:  # the output before the mean came off it
             a += tl.load(mean + head * D + channel)[None, :]
