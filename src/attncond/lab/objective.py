@@ -94,10 +94,10 @@ def evaluate(
 def compile_key(config: Config) -> str:
     """The same for runs whose steps compile to the same code: seeds, learning rates, strengths.
 
-    λ is a buffer of the model, so that it may differ; what it is added to may not.
+    λ and s are buffers of the model, so that they may differ; what λ is added to may not.
     """
     methods = [
-        replace(m, kappa=None, lam=1.0) if isinstance(m, Spectral) else m
+        replace(m, kappa=None, lam=None, preserve_norm=True) if isinstance(m, Spectral) else m
         for m in config.conditioners()
     ]
     return repr((config.model, methods, config.data, config.train))
