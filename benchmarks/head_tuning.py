@@ -32,7 +32,9 @@ FORWARD = [
 ]
 # (keys, warps, stages)
 BACKWARD = [(64, 8, 1), (64, 8, 2), (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 16, 1), (128, 8, 1)]
-RUNNING = [(32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8)]  # (rows, warps)
+# (rows, channels, warps)
+RUNNING = [(64, 32, 2), (64, 64, 4), (128, 32, 4), (128, 16, 4), (128, 32, 8), (256, 16, 4)]
+RUNNING += [(256, 32, 8), (64, 16, 1), (32, 64, 2)]
 
 
 def heads(batch: int, tokens: int, count: int = 12, channels: int = 64) -> list[Tensor]:
@@ -59,12 +61,12 @@ def short_times(qkv: list[Tensor], gap: bool, rows: bool) -> dict[str, float]:
     return times(forward, lambda: short._attend_backward(grad, *x, *kept, 0.125, gap, rows))
 
 
-def stock_times(qkv: list[Tensor]) -> dict[str, float]:
+def stock_times(qkv: list[Tensor], **options: Any) -> dict[str, float]:
     """Of the attention that torch chooses."""
-    output = attend(*qkv)
+    output = attend(*qkv, **options)
     grad = torch.randn_like(output)
     return {
-        "forward": 1e3 * do_bench(lambda: attend(*[t.detach() for t in qkv])),
+        "forward": 1e3 * do_bench(lambda: attend(*[t.detach() for t in qkv], **options)),
         "backward": 1e3
         * do_bench(lambda: torch.autograd.grad(output, qkv, grad, retain_graph=True)),
     }
@@ -86,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=197)
+    parser.add_argument("--part", choices=["short", "running"], help="one of the two alone")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/head_tuning.json"))
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -99,6 +102,18 @@ def main() -> None:
         print(name, found[name], flush=True)
         write(args.out, {"settings": {"batch": args.batch, "tokens": args.tokens}, "rows": found})
 
+    if args.part != "running":
+        tune_short(args, found, record)
+    if args.part != "short":
+        tune_running(record)
+
+
+def tune_short(
+    args: argparse.Namespace,
+    found: dict[str, Any],
+    record: Callable[[str, Callable[[], Any]], None],
+) -> None:
+    """Attention of up to 256 keys."""
     forms = {"plain": (False, False), "gap": (True, False), "rows": (False, True)}
     for name, (gap, rows) in {**forms, "both": (True, True)}.items():
 
@@ -125,13 +140,29 @@ def main() -> None:
         setattr(short, which.upper(), best[which][1])
     for name, (g, r) in forms.items():
         record(f"best {name}", lambda g=g, r=r: short_times(qkv, g, r))
-    pair = [t.detach().requires_grad_() for t in heads(16, 1024)[:2]]
-    o, v = (t.detach() for t in pair)
-    plain = lambda x: x[0] - visible_mean(x[1], 1024, causal=True)  # noqa: E731
-    for running.BLOCK, running.WARPS in RUNNING:
-        name = f"running {(running.BLOCK, running.WARPS)}"
-        record(name, lambda: times(lambda: running._less(o, v), lambda: running._less_backward(o)))
-        record(f"error {name}", lambda: error(lambda x: running.less_running_mean(*x), plain, pair))
+
+
+def tune_running(record: Callable[[str, Callable[[], Any]], None]) -> None:
+    """The passes beside causal attention, at GPT-2's size with 16 texts of 1,024 tokens."""
+    q, k, v = heads(16, 1024)
+    o, g, x = q.detach(), k.detach(), v.detach()
+    record("causal stock", lambda: stock_times([q, k, v], is_causal=True))
+
+    def ours(x: list[Tensor]) -> Tensor:
+        return running.attend(*x)
+
+    def plain(x: list[Tensor]) -> Tensor:
+        return attend(*x, is_causal=True) - visible_mean(x[2], x[0].shape[-2], causal=True)
+
+    record("error causal", lambda: error(ours, plain, heads(2, 1024)))
+    for running.TILE in RUNNING:
+        record(
+            f"running {running.TILE}",
+            lambda: times(
+                lambda: running._pass(running._add_mean, o, x, SIGN=-1.0),
+                lambda: running._pass(running._less_later, o, g),
+            ),
+        )
 
 
 if __name__ == "__main__":

@@ -183,7 +183,8 @@ class Interception(TorchFunctionMode):
             self.acted += 1
             scale = rest.get("scale")
             return kernels.short_attention(query, key, value, scale, gap, self.precondition)
-        running = gap and unmasked and is_causal and kernels.suit_running(query, key, value)
+        causal = gap and unmasked and is_causal and not dropout_p
+        fused = causal and kernels.suit_causal(query, key, value)
         visible = seen = None
         if attn_mask is not None:
             visible = _visible(attn_mask, self.hidden)
@@ -196,21 +197,22 @@ class Interception(TorchFunctionMode):
                 else torch.where(seen, attn_mask, torch.zeros_like(attn_mask))
             )
         mean = None
-        if gap and not running:
+        if gap and not fused:
             mean, value = self._mean(query, value, visible, dropout_p, is_causal)
-        output = func(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            **rest,
-        )
+        if fused:
+            output = kernels.causal_attention(query, key, value, rest.get("scale"))
+        else:
+            output = func(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                **rest,
+            )
         self.acted += 1
-        if running:
-            output = kernels.less_running_mean(output, value)
-        elif mean is not None:
+        if mean is not None:
             output = subtract(output, mean)
         if gap and self.precondition is not None and dropout_p == 0.0:
             # A query that sees one key has nothing left but rounding, which must not get length 1.

@@ -88,11 +88,35 @@ def _short(call, case, form, dtype: torch.dtype, device: str) -> list[float]:
 
 
 def running_errors(case, dtype: torch.dtype, device: str) -> list[float]:
+    """Of the two passes beside attention: outputs less the mean, and what adds to dV."""
     import attncond.kernels.running as running
 
     torch.manual_seed(math.prod(case))
-    inputs = [heads(*case, device), heads(*case, device) + 3.0]
-    return errors(running.less_running_mean, running_mean, inputs, dtype)
+    o, v, grad = (heads(*case, device).to(dtype) for _ in range(3))
+    v = v + 3.0
+    wide = v.double().requires_grad_()
+    right = running_mean(o.double(), wide)
+    (later,) = torch.autograd.grad(right, wide, grad.double())
+    less = running._pass(running._add_mean, o, v, SIGN=-1.0)
+    back = running._pass(running._add_mean, less, v, SIGN=1.0)
+    added = running._pass(running._less_later, o, grad)
+    pairs = ((less, right), (back, o), (added, o + later))
+    return [((a.double() - b).norm() / b.norm().clamp_min(1)).item() for a, b in pairs]
+
+
+def causal_errors(case, dtype: torch.dtype, device: str) -> list[float]:
+    import attncond.kernels.running as running
+
+    torch.manual_seed(math.prod(case))
+    inputs = [heads(*case, device) for _ in range(3)]
+    inputs[2] = inputs[2] + 3.0
+
+    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=device).triu(1)
+        p = (q @ k.mT * 0.3).masked_fill(hidden, -math.inf).softmax(-1)
+        return running_mean(p @ v, v)
+
+    return errors(lambda *x: running.attend(*x, scale=0.3), right, inputs, dtype)
 
 
 def main() -> None:

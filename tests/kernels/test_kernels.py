@@ -57,7 +57,7 @@ def test_a_record_that_comes_from_elsewhere_loads_them(monkeypatch) -> None:
 def test_a_cpu_has_the_formulas() -> None:
     x = [torch.randn(1, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3)]
     assert not kernels.suit_short(*x)
-    assert not kernels.suit_running(*x)
+    assert not kernels.suit_causal(*x)
 
 
 @cuda

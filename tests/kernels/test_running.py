@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import RUNNING, running_errors
+from reference import RUNNING, causal_errors, running_errors
 
 
 @pytest.mark.parametrize("case", RUNNING)
@@ -10,9 +10,21 @@ def test_interpreted_it_is_the_definition(interpreted, case) -> None:
     assert max(interpreted[f"running {case}"]) < 2e-5
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+BOUNDS = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+@cuda
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", [*RUNNING, (2, 12, 1024, 64), (1, 2, 5000, 32)])
-def test_on_a_card_it_is_the_definition(case, dtype) -> None:
-    bound = 1.5e-2 if dtype == torch.bfloat16 else 2e-3
-    assert max(running_errors(case, dtype, "cuda")) < bound
+def test_on_a_card_its_passes_are_the_definition(case, dtype) -> None:
+    assert max(running_errors(case, dtype, "cuda")) < BOUNDS[dtype]
+
+
+@cuda
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    "case", [(2, 3, 37, 16), (1, 2, 200, 32), (2, 12, 1024, 64), (1, 1, 65, 128)]
+)
+def test_on_a_card_causal_attention_is_the_definition(case, dtype) -> None:
+    assert max(causal_errors(case, dtype, "cuda")) < 2 * BOUNDS[dtype]

@@ -86,17 +86,23 @@ def short_attention(
     return result
 
 
-def suit_running(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether :func:`less_running_mean` can take the gap off causal attention."""
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_cudnn() -> bool:
+    """Whether torch may use cuDNN's attention, which the causal kernels build on."""
+    return bool(torch.backends.cuda.cudnn_sdp_enabled())
+
+
+def suit_causal(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether :func:`causal_attention` can take the place of causal attention without dropout."""
     return (
         _suit(query, key, value)
         and query.shape[-1] in (16, 32, 64, 128)
-        and 1 <= query.shape[-2] <= 256 * running.BLOCK
-        and query.shape[-2] == key.shape[-2]
+        and query.shape[-2] == key.shape[-2] > 1
+        and _has_cudnn()
     )
 
 
-def less_running_mean(output: Tensor, value: Tensor) -> Tensor:
-    """Causal attention's output less the mean of the values that each query sees."""
-    result: Tensor = running.less_running_mean(output, value)
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Causal attention with the gap removed."""
+    result: Tensor = running.attend(query, key, value, scale=scale)
     return result

@@ -1,8 +1,15 @@
-"""Causal attention's gap: outputs less the mean of the values up to their own row.
+"""Causal attention less its gap: each row of the output less the mean of the values up to it.
 
-The mean up to row i needs a running sum over all rows before. Two kernels share it: one adds up
-blocks of rows, all at the same time; the other takes the blocks before its own from there and only
-has to run through its own. ``methods.gap.visible_mean`` is the formula without a kernel.
+The mean comes off in one pass over the output that attention has just written. Stock attention
+saves its output for the backward pass, and the layer after it saves what it is given; to keep both
+would be one more tensor in every layer. So only what is given on is kept, and the mean is put back
+before the backward pass of attention, which then runs as it would have. With O = PV, U the causal
+matrix that looks at all visible keys alike and G the gradient of O − UV:
+
+    dQ and dK are those of attention alone,    dV = PᵀG − UᵀG,
+
+where −UᵀG, a sum over later rows, is added to attention's own PᵀG in one pass.
+``methods.gap.visible_mean`` is the formula without a kernel.
 """
 
 from __future__ import annotations
@@ -17,117 +24,127 @@ from torch.library import triton_op, wrap_triton
 
 from attncond.kernels.layout import dense, empty_heads, strides
 
-# rows at a time and warps; the fastest on an H200 (benchmarks/head_tuning.py)
-BLOCK, WARPS = 64, 2
+# Rows and channels at a time, warps; the fastest on an H200 (benchmarks/head_tuning.py).
+TILE = (128, 32, 4)
+
+# cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 @triton.jit
-def _totals(x, total, heads, rows, blocks, xb, xh, xn,
-            B: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
-    """The sum of one block of rows, each divided by its number first if WEIGHTED."""
-    block, head = tl.program_id(0), tl.program_id(1)
+def _add_mean(x, v, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
+              B: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):  # fmt: skip
+    """out_i = x_i ± (v_1 + ... + v_i)/i for some channels of one head, B rows at a time."""
+    head = tl.program_id(0)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    row, channel = block * B + tl.arange(0, B), tl.arange(0, D)
-    at = x + b * xb + h * xh + row[:, None] * xn + channel[None, :]
-    tile = tl.load(at, mask=row[:, None] < rows, other=0.0).to(tl.float32)
-    if WEIGHTED:
-        tile /= (row + 1).to(tl.float32)[:, None]
-    tl.store(total + (head * blocks + block) * D + channel, tl.sum(tile, 0))
+    channel = tl.program_id(1) * C + tl.arange(0, C)
+    x += b * xb + h * xh
+    v += b * vb + h * vh
+    out += b * rb + h * rh
+    before = tl.zeros([C], dtype=tl.float32)
+    for start in range(0, rows, B):
+        row = start + tl.arange(0, B)
+        inside = row[:, None] < rows
+        tile = tl.load(v + row[:, None] * vn + channel[None, :], mask=inside, other=0.0)
+        tile = tile.to(tl.float32)
+        mean = (tl.cumsum(tile, 0) + before[None, :]) / (row + 1).to(tl.float32)[:, None]
+        before += tl.sum(tile, 0)
+        y = tl.load(x + row[:, None] * xn + channel[None, :], mask=inside, other=0.0)
+        y = y.to(tl.float32) + SIGN * mean
+        tl.store(
+            out + row[:, None] * rn + channel[None, :], y.to(out.dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit
-def _less_mean(o, v, total, out, heads, rows, blocks, ob, oh, on, vb, vh, vn, rb, rh, rn,
-               B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """out_i = o_i − (v_1 + ... + v_i)/i for one block."""
-    block, head = tl.program_id(0), tl.program_id(1)
+def _less_later(x, g, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
+                B: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...), from the last rows to the first."""
+    head = tl.program_id(0)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    row, channel, other = block * B + tl.arange(0, B), tl.arange(0, D), tl.arange(0, C)
-    inside = row[:, None] < rows
-    before = tl.load(
-        total + (head * blocks + other[:, None]) * D + channel[None, :],
-        mask=other[:, None] < block, other=0.0,
-    )  # fmt: skip
-    at = v + b * vb + h * vh + row[:, None] * vn + channel[None, :]
-    run = tl.cumsum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
-    mean = (run + tl.sum(before, 0)[None, :]) / (row + 1).to(tl.float32)[:, None]
-    at = o + b * ob + h * oh + row[:, None] * on + channel[None, :]
-    tile = tl.load(at, mask=inside, other=0.0).to(tl.float32) - mean
-    at = out + b * rb + h * rh + row[:, None] * rn + channel[None, :]
-    tl.store(at, tile.to(out.dtype.element_ty), mask=inside)
+    channel = tl.program_id(1) * C + tl.arange(0, C)
+    x += b * xb + h * xh
+    g += b * gb + h * gh
+    out += b * rb + h * rh
+    after = tl.zeros([C], dtype=tl.float32)
+    blocks = (rows + B - 1) // B
+    for step in range(0, blocks):
+        row = (blocks - 1 - step) * B + tl.arange(0, B)
+        inside = row[:, None] < rows
+        tile = tl.load(g + row[:, None] * gn + channel[None, :], mask=inside, other=0.0)
+        tile = tile.to(tl.float32) / (row + 1).to(tl.float32)[:, None]
+        total = tl.sum(tile, 0)
+        later = total[None, :] - tl.cumsum(tile, 0) + tile + after[None, :]
+        after += total
+        y = tl.load(x + row[:, None] * xn + channel[None, :], mask=inside, other=0.0)
+        y = y.to(tl.float32) - later
+        tl.store(
+            out + row[:, None] * rn + channel[None, :], y.to(out.dtype.element_ty), mask=inside
+        )
 
 
-@triton.jit
-def _suffix(g, total, out, heads, rows, blocks, gb, gh, gn, rb, rh, rn,
-            B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """out_j = −(g_j/j + g_{j+1}/(j+1) + ...), the adjoint for v, for one block."""
-    block, head = tl.program_id(0), tl.program_id(1)
-    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    row, channel, other = block * B + tl.arange(0, B), tl.arange(0, D), tl.arange(0, C)
-    inside = row[:, None] < rows
-    after = tl.load(
-        total + (head * blocks + other[:, None]) * D + channel[None, :],
-        mask=(other[:, None] > block) & (other[:, None] < blocks), other=0.0,
-    )  # fmt: skip
-    at = g + b * gb + h * gh + row[:, None] * gn + channel[None, :]
-    tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tile /= (row + 1).to(tl.float32)[:, None]
-    run = tl.sum(tile, 0)[None, :] - tl.cumsum(tile, 0) + tile + tl.sum(after, 0)[None, :]
-    at = out + b * rb + h * rh + row[:, None] * rn + channel[None, :]
-    tl.store(at, (-run).to(out.dtype.element_ty), mask=inside)
-
-
-def _sums(x: Tensor, weighted: bool) -> Tensor:
+def _pass(kernel: Any, x: Tensor, other: Tensor, **options: Any) -> Tensor:
+    """One of the two kernels over all heads: x and what it says to add to it."""
     batch, heads, rows, channels = x.shape
-    blocks = triton.cdiv(rows, BLOCK)
-    total = x.new_empty((batch, heads, blocks, channels), dtype=torch.float32)
-    wrap_triton(_totals)[(blocks, batch * heads)](
-        *(x, total, heads, rows, blocks, *strides(x)),
-        **{"B": BLOCK, "D": channels, "WEIGHTED": weighted, "num_warps": WARPS},
-    )
-    return total
-
-
-@triton_op("attncond::less_running_mean", mutates_args={})
-def _less(output: Tensor, value: Tensor) -> Tensor:
-    batch, heads, rows, channels = output.shape
-    total, result = _sums(value, False), empty_heads(output)
-    wrap_triton(_less_mean)[(total.shape[2], batch * heads)](
-        *(
-            output,
-            value,
-            total,
-            result,
-            heads,
-            rows,
-            total.shape[2],
-            *strides(output, value, result),
-        ),
-        **{"B": BLOCK, "C": triton.next_power_of_2(total.shape[2]), "D": channels},
-        num_warps=WARPS,
+    result = empty_heads(x)
+    block, width, warps = TILE
+    width = min(width, channels)
+    wrap_triton(kernel)[(batch * heads, channels // width)](
+        *(x, other, result, heads, rows, *strides(x, other, result)),
+        **{"B": block, "C": width, "num_warps": warps, **options},
     )
     return result
 
 
-@triton_op("attncond::less_running_mean_backward", mutates_args={})
-def _less_backward(grad: Tensor) -> Tensor:
-    batch, heads, rows, channels = grad.shape
-    total, result = _sums(grad, True), empty_heads(grad)
-    wrap_triton(_suffix)[(total.shape[2], batch * heads)](
-        *(grad, total, result, heads, rows, total.shape[2], *strides(grad, result)),
-        **{"B": BLOCK, "C": triton.next_power_of_2(total.shape[2]), "D": channels},
-        num_warps=WARPS,
+@triton_op("attncond::causal_attention", mutates_args={})
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = _cudnn(query, key, value, None, True, 0.0, True, False, scale=scale)
+    output, logsumexp, seed, offset = found[0], found[1], found[6], found[7]
+    return _pass(_add_mean, dense(output), value, SIGN=-1.0), logsumexp, seed, offset
+
+
+@triton_op("attncond::causal_attention_backward", mutates_args={})
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    output = _pass(_add_mean, out, value, SIGN=1.0)
+    dq, dk, dv = _cudnn_backward(
+        *(grad, query, key, value, output, logsumexp, seed, offset),
+        *(None, None, None, query.shape[2], key.shape[2], 0.0, True),
+        scale=scale,
     )
-    return result
+    return dq, dk, _pass(_less_later, dense(dv), grad)
 
 
-def _differentiate(_: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return grad, _less_backward(dense(grad))
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[1:])
 
 
-torch.library.register_autograd("attncond::less_running_mean", _differentiate)
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_attend_backward(dense(grad), *ctx.saved_tensors, ctx.scale), None)
 
 
-def less_running_mean(output: Tensor, value: Tensor) -> Tensor:
-    """``output`` less the mean of ``value`` up to each row; (batch, heads, tokens, channels)."""
-    result: Tensor = _less(output, value)
+torch.library.register_autograd("attncond::causal_attention", _differentiate, setup_context=_save)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    """Causal softmax(QKᵀ·scale)V less the mean of the values that each query sees.
+
+    For (batch, heads, tokens, channels) with as many queries as keys.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    result: Tensor = _attend(query, key, value, scale)[0]
     return result
