@@ -93,6 +93,16 @@ def test_the_tuned_baseline_is_chosen_on_validation_images(tmp_path):
     assert setting.tuned is best
 
 
+def test_the_rate_of_all_others_may_be_the_tuned_one(tmp_path):
+    Fake(accuracy=78.0).write(tmp_path)
+    (setting,) = settings(tmp_path)
+    assert setting.tuned is None  # no other was tried
+    Fake("tuned-0.1", accuracy=76.0, changes={"optim.qkv_lr": 0.1}).write(tmp_path)
+    (setting,) = settings(tmp_path)
+    assert setting.tuned is setting.baseline
+    assert setting.tuned is not None
+
+
 def test_no_p_value_for_the_lucky_seeds(tmp_path):
     for seed in range(3):
         Fake(seed=seed, accuracy=75 + 0.1 * seed).write(tmp_path)

@@ -152,9 +152,13 @@ class Setting:
 
     @property
     def tuned(self) -> Group | None:
-        """The stock model at the rate that did best on validation images, never on the test's."""
+        """The stock model at the rate that did best on validation images, never on the test's.
+
+        That may be the rate of all others: the baseline itself. None where no other was tried.
+        """
         rates = [g for g in self.groups if g.is_tuned]
-        return max(rates, key=_on_validation, default=None)
+        stock = [self.baseline] if rates and self.baseline else []
+        return max([*stock, *rates], key=_on_validation, default=None)
 
     def versus(self, group: Group, reference: Group | None) -> Difference | None:
         """Welch's test; a p-value only where every seed came through, on both sides.

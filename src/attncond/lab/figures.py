@@ -129,7 +129,8 @@ def _lambda(study: Study, variant: str | None) -> Any:
                     x, y, yerr=spread, color=colour, marker=marker, markersize=5, linewidth=1.6,
                     capsize=2.5, label=text,
                 )  # fmt: skip
-        for g, style in ((setting.baseline, "--"), (setting.tuned, ":")):
+        tuned = None if setting.tuned is setting.baseline else setting.tuned
+        for g, style in ((setting.baseline, "--"), (tuned, ":")):
             if g is not None and values(g):
                 mean = _mean(values(g), ratio)
                 ax.axhline(mean, color=GREY, linestyle=style, linewidth=1.4, label=g.label)

@@ -67,7 +67,8 @@ def _lambda(study: Study, runs: Sequence[Run]) -> Table:
         by_hand = [g for _, g in sweep if g.spectral and g.spectral.lam is not None]
         if all(_is_paper(g) for g in by_hand):
             continue
-        for g in (setting.baseline, setting.tuned):
+        tuned = None if setting.tuned is setting.baseline else setting.tuned
+        for g in (setting.baseline, tuned):
             if g is not None:
                 lead = {"model": setting.architecture, "variant": g.label, "λ": "", "λ/σ_max": ""}
                 lines.append(Line(lead, None, setting, g))
