@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attncond.lab import run as running
 from attncond.lab.folder import RunError
-from attncond.lab.pool import Pool
 from attncond.lab.recipe import RecipeError
 from attncond.lab.run import main, plan, run_many, seeds_of
 
@@ -215,22 +213,3 @@ def test_workers_stop_when_their_parent_is_killed(tmp_path):
             time.sleep(0.1)
         else:
             raise AssertionError("a worker goes on")
-
-
-class Kind:
-    def __init__(self, name, kind):
-        self.folder, self.kind = Path(name), kind
-
-
-def test_a_worker_keeps_to_what_it_has_compiled():
-    runs = [Kind(f"{a}{k}{seed}", (a, a + k)) for seed in "01" for a in "xy" for k in "12"]
-    pool = Pool(runs, 2, dict, lambda *args: None)
-    first, second = pool._next(0, None), pool._next(1, None)
-    assert first.kind != second.kind  # they spread
-    third = pool._next(0, first)
-    assert third.kind == first.kind  # the other seed
-    fourth = pool._next(0, third)
-    assert fourth.kind[0] == third.kind[0]  # then the same architecture
-    pool.stopping = True
-    assert pool._next(1, second) is None
-    assert running.MARGIN > 0

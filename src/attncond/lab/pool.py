@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -69,19 +70,20 @@ class Pool(Generic[Run]):
         Raises:
             KeyboardInterrupt: Ctrl-C; the runs under way have written their checkpoints by then.
         """
-        threads = [threading.Thread(target=self._serve, args=(n,)) for n in range(self.jobs)]
-        for thread in threads:
-            thread.start()
+        # Not by Thread.join: one that Ctrl-C interrupts takes its thread for ended (Python < 3.13).
+        ends = [threading.Event() for _ in range(self.jobs)]
+        for number, end in enumerate(ends):
+            threading.Thread(target=self._serve, args=(number, end)).start()
         try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)  # Ctrl-C is heard in between
+            for end in ends:
+                while not end.wait(0.2):  # Ctrl-C is heard in between
+                    pass
         except KeyboardInterrupt:
             self._stop()
-            end = time.monotonic() + SECONDS_TO_STOP
+            last = time.monotonic() + SECONDS_TO_STOP
             try:
-                for thread in threads:
-                    thread.join(max(0.0, end - time.monotonic()))
+                for end in ends:
+                    end.wait(max(0.0, last - time.monotonic()))
             finally:  # a second Ctrl-C, too
                 self._each(subprocess.Popen.kill)
             raise
@@ -96,7 +98,13 @@ class Pool(Generic[Run]):
             if worker.poll() is None:
                 what(worker)
 
-    def _serve(self, number: int) -> None:
+    def _serve(self, number: int, end: threading.Event) -> None:
+        try:
+            self._all(number)
+        finally:
+            end.set()
+
+    def _all(self, number: int) -> None:
         last: Run | None = None
         while (run := self._next(number, last)) is not None:
             last = run
@@ -106,7 +114,8 @@ class Pool(Generic[Run]):
                 self.ended(run, state, message)
         worker = self._workers.get(number)
         if worker is not None and worker.stdin is not None:
-            worker.stdin.close()  # no more: it leaves
+            with contextlib.suppress(OSError):  # it is gone already
+                worker.stdin.close()  # no more: it leaves
             worker.wait()
 
     def _next(self, number: int, last: Run | None) -> Run | None:
@@ -144,7 +153,7 @@ class Pool(Generic[Run]):
             answer = worker.stdout.readline()
         except (BrokenPipeError, OSError):
             answer = ""
-        if answer:
+        if answer.endswith("\n"):  # else it was killed before the end of what it had to say
             told = json.loads(answer)
             state = "failed" if told["state"] == "broken" else told["state"]
             if told["state"] == "broken":
