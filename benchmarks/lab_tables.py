@@ -38,29 +38,36 @@ def committed(folder: Path = FOLDER) -> list[Run]:
         return []
 
 
-def _table(number: str, runs: Sequence[Run]) -> str:
-    found: Table = table(number, runs)
+def _table(number: str, runs: Sequence[Run], on: str) -> str:
+    found: Table = table(number, runs, on)
     # Rows of the paper that we have nothing for are in `attncond lab table`.
-    kept = [i for i, data in enumerate(found.data) if "mean" in data]
+    kept = [i for i, data in enumerate(found.data) if data.get("mean") is not None]
     shown = replace(
         found,
         rows=tuple(found.rows[i] for i in kept),
         data=tuple(found.data[i] for i in kept),
+        notes=tuple(note for note in found.notes if "left unread" not in note),
         missing=(),
     )
     return shown.to_markdown()
 
 
 def _section(
-    number: str, command: str, wanted: Callable[[Run], bool], pictures: Sequence[str] = ()
+    number: str,
+    command: str,
+    wanted: Callable[[Run], bool],
+    needed: Callable[[Run], bool] = lambda run: True,
+    pictures: Sequence[str] = (),
+    on: str = "test",
 ) -> Section:
-    """A table of some of the runs, with figures where they have been drawn."""
+    """A table of the runs that are wanted, if any of them is one that it needs, and figures."""
 
     def make(runs: Sequence[Run], folder: Path) -> str:
         mine = [run for run in runs if wanted(run)]
-        if not any(run.state in ("finished", "diverged") for run in mine):
+        ended = [run for run in mine if run.state in ("finished", "diverged")]
+        if not any(map(needed, ended)):
             return f"No runs are committed yet. They are made by `{command}`."
-        return "\n\n".join([_table(number, mine), *_pictures(pictures, folder)])
+        return "\n\n".join([_table(number, mine, on), *_pictures(pictures, folder)])
 
     return make
 
@@ -88,30 +95,45 @@ def _on(data: str) -> Callable[[Run], bool]:
     return lambda run: str(run.get("data.name")).startswith(data)
 
 
-CIFAR = "attncond lab run {}-cifar10 --form small --seeds 5"
+def _method(*texts: str) -> Callable[[Run], bool]:
+    return lambda run: any(text in m for m in run.get("methods") or () for text in texts)
+
+
+def _stock(run: Run) -> bool:
+    return not run.get("methods")
+
+
+CALL = "attncond lab run {} --form small --seeds {}"
+LAMBDA = _method("lam=", "kappa=")
 SECTIONS: dict[str, Section] = {
-    "cifar10": _section("1", CIFAR.format("vit"), _on("cifar10")),
-    "tinyimagenet": _section(
-        "1", "attncond lab run vit-tinyimagenet --form small --seeds 5", _on("tiny_imagenet")
+    "cifar10": _section("1", CALL.format("vit-cifar10", 5), _on("cifar10")),
+    "choosing": _section(
+        "1",
+        CALL.format("vit-cifar10", 1) + " --validation-only",
+        _on("cifar10"),
+        lambda run: not (run.result or {}).get("test_read"),
+        on="validation",
     ),
+    "tinyimagenet": _section("1", CALL.format("vit-tinyimagenet", 5), _on("tiny_imagenet")),
     "lambda": _section(
         "5",
-        "attncond lab run vit-lambda --form small --seeds 3",
-        lambda run: any("lam=" in m or "kappa=" in m for m in run.get("methods") or ())
-        or (run.architecture == "ViT-B" and not run.get("methods")),
+        CALL.format("vit-lambda", 3),
+        lambda run: LAMBDA(run) or (run.architecture == "ViT-B" and _stock(run)),
+        lambda run: run.architecture == "ViT-B" and _method("lam=")(run),
         ["lambda"],
     ),
     "layernorm": _section(
-        "6", "attncond lab run layernorm --form small --seeds 3", _on("cifar10")
+        "6", CALL.format("layernorm", 3), _on("cifar10"), lambda run: not run.get("model.norm")
     ),
-    "theorems": _section("7", "attncond lab run theorems --form small --seeds 3", _on("cifar10")),
+    "theorems": _section(
+        "7", CALL.format("theorems", 3), _on("cifar10"), _method("paper-svd", "polar")
+    ),
     "costs": _costs,
     "epochs": _section(
-        "pre2", "attncond lab run epochs-to-baseline --form small --seeds 5", _on("cifar10"),
-        ["pre2"],
+        "pre2", CALL.format("epochs-to-baseline", 5), _on("cifar10"), pictures=["pre2"]
     ),
     "spectra": _spectra,
-}  # fmt: skip
+}
 
 
 def render(text: str, runs: Sequence[Run], folder: Path = FOLDER) -> str:

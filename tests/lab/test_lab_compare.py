@@ -145,11 +145,17 @@ def test_memory_of_a_process_is_no_cost_of_a_run(tmp_path):
     assert setting.ratio(setting.baseline, "step_milliseconds") == 1.0
 
 
-def test_runs_side_by_side_are_known(tmp_path):
-    shared = {"device": "cuda", "name": "H200", "side_by_side": 4}
-    Fake(hardware=shared).write(tmp_path)
+def test_runs_side_by_side_tell_no_costs(tmp_path):
+    alone = {"device": "cuda", "name": "H200", "side_by_side": 1}
+    Fake(hardware=alone).write(tmp_path)
+    Fake("spectral", methods=("spectral",), hardware=alone | {"side_by_side": 4}).write(tmp_path)
     (setting,) = settings(tmp_path)
-    assert setting.crowded(setting.baseline)
+    crowd = named(setting, "spectral")
+    assert setting.crowded(crowd)
+    assert not setting.crowded(setting.baseline)
+    for key in ("step_milliseconds", "peak_memory_bytes"):
+        assert setting.ratio(setting.baseline, key) == 1.0
+        assert setting.ratio(crowd, key) is None
 
 
 def test_epochs_to_the_baselines_accuracy(vit):

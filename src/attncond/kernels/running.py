@@ -25,7 +25,7 @@ from torch.library import triton_op, wrap_triton
 from attncond.kernels.layout import dense, empty_heads, strides
 
 # Rows and channels at a time, warps; the fastest on an H200 (benchmarks/head_tuning.py).
-TILE = (128, 32, 4)
+TILE = (128, 16, 4)
 
 # cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default

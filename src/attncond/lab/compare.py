@@ -179,11 +179,14 @@ class Setting:
         return paired(group.finished, reference.finished)
 
     def ratio(self, group: Group, key: str) -> float | None:
-        """A cost over the baseline's, on the same hardware; else there is none.
+        """A cost over the baseline's, on the same hardware, each run by itself; else there is none.
 
+        Runs side by side slow each other down, and in a worker's second run nothing is compiled.
         Memory counts on a GPU only: a CPU's is that of the process, with all that ran in it before.
         """
         if self.baseline is None or (key == "peak_memory_bytes" and not _on_gpu(self.baseline)):
+            return None
+        if self.crowded(group):
             return None
         mine, theirs = group.median(key), self.baseline.median(key)
         same = _hardware(group) == _hardware(self.baseline)
@@ -245,7 +248,7 @@ class Setting:
         return None
 
     def crowded(self, group: Group) -> bool:
-        """Whether runs shared their device, so that step times are of their company, too."""
+        """Whether runs shared their device, so that costs are of their company, too."""
         both = [group, *([self.baseline] if self.baseline else [])]
         return any(_company(run) > 1 for one in both for run in one.runs)
 

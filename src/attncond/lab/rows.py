@@ -70,10 +70,9 @@ def cells(line: Line, corrected: tuple[float | None, float | None]) -> tuple[str
     references = (setting.baseline, None if group is setting.baseline else setting.tuned)
     for reference, p in zip(references, corrected, strict=True):
         shown += _difference(setting.versus(group, reference), p)
-    mark = "~" if setting.crowded(group) else ""
-    for key, sign in (("step_milliseconds", mark), ("peak_memory_bytes", "")):
+    for key in ("step_milliseconds", "peak_memory_bytes"):
         ratio = setting.ratio(group, key)
-        shown.append(NONE if ratio is None else f"{sign}{ratio:.3f}")
+        shown.append(NONE if ratio is None else f"{ratio:.3f}")
     shown.append(epochs_text(setting.epochs_to_level(group)))
     return tuple(shown)
 
@@ -127,7 +126,6 @@ def numbers(line: Line, corrected: tuple[float | None, float | None]) -> dict[st
         }
     found |= {
         "step_time_ratio": setting.ratio(group, "step_milliseconds"),
-        "step_time_shared": setting.crowded(group),
         "memory_ratio": setting.ratio(group, "peak_memory_bytes"),
         "epochs_to_baseline": statistics.fmean(known) if known else None,
         "never_reached": len(reached) - len(known),
@@ -160,7 +158,7 @@ def explained(lines: Sequence[Line]) -> list[str]:
         "first evaluation at or above the baseline's last validation accuracy (mean of its seeds)."
     )
     if any(setting.crowded(group) for setting, group in own):
-        notes.append("~: several runs shared the device, so that step times are of their company.")
+        notes.append("No step time and memory where several runs shared the device.")
     for setting, group in own:
         if group.diverged:
             notes.append(
