@@ -65,6 +65,8 @@ _STEPS = [
     ("head_time", "precondition", "`Precondition()`"),
     ("head_time_gpt2", "stock_again", "GPT-2, stock, a second time (the noise)"),
     ("head_time_gpt2", "gap", "GPT-2, `RemoveGap()`"),
+    ("head_time_gpt2_causal", "stock_again", "GPT-2 without a mask, stock, a second time"),
+    ("head_time_gpt2_causal", "gap", "GPT-2 without a mask, `RemoveGap()`"),
 ]
 
 
@@ -80,14 +82,15 @@ def steps() -> str:
         body.append([label, spread, f"{row['peak_memory_ratio']:.3f}", kappa, f"`{name}`"])
     (gpu,) = {record["hardware"]["gpu"] for record in records.values()}
     settings = {name: record["settings"] for name, record in records.items()}
-    vit, polar, heads, gpt2 = (settings[name] for name in names)
+    vit, polar, heads, gpt2, causal = (settings[name] for name in names)
     trained = [s["warmup"] + s["rounds"] * s["steps"] + 1 for s in (vit, polar)]
     head = ["", "step time / stock", "peak memory / stock", "worst κ afterwards", "record"]
     return (
         f"`benchmarks/step_time.py` on one {gpu}, {vit['model']}, batch {vit['batch']} (GPT-2: "
         f"batch {gpt2['batch']}, {gpt2['tokens']:,} tokens), bfloat16, compiled, whole training "
         f"step (median of {vit['rounds']} rounds of {vit['steps']} steps, {polar['rounds']} in "
-        f"`head_time_plain`, {heads['rounds']} of {heads['steps']} in `head_time`, least to most; "
+        f"`head_time_plain`, {heads['rounds']} of {heads['steps']} in `head_time`, "
+        f"{causal['rounds']} of {causal['steps']} in `head_time_gpt2_causal`, least to most; "
         "2 rounds of 3 for the two from scratch and by SVD). κ is of weights trained for "
         f"{trained[0]} steps ({trained[1]} in `head_time_plain`, 9 for those two) on "
         "one batch of random images, so it says that the factor is followed, not how a real "
