@@ -108,6 +108,16 @@ def test_mistakes(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_data_that_is_not_there_is_told_once_and_before_anything_starts(tmp_path, capsys):
+    out = tmp_path / "runs"
+    call = ["vit-cifar10", "deit-cifar10", "--data", str(tmp_path / "none"), "--out", str(out)]
+    assert main([*call, "--seeds", "5"]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("cifar10_jpeg_train.parquet") == 1
+    assert not said.out
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("wrong", [["--jobs", "0"], ["--set", "optim.lr"], ["--grid", "=1"], []])
 def test_mistakes_in_the_call(wrong, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -170,6 +170,8 @@ class Pool(Generic[Run]):
         environment.setdefault("OMP_NUM_THREADS", cores)
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", cores)
         environment["ATTNCOND_LAB_JOBS"] = str(self.jobs)
+        if os.name == "posix":  # elsewhere another process may stand between us and a worker
+            environment["ATTNCOND_LAB_PARENT"] = str(os.getpid())
         environment["ATTNCOND_LAB_COMMAND"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         gpus = torch.cuda.device_count()
         if gpus > 1 and "CUDA_VISIBLE_DEVICES" not in environment:

@@ -254,6 +254,11 @@ def run(
         overrides=dict(args.settings),
         grid=grid,
     )
+    from attncond.lab.data import find
+
+    waiting = [r.config.data for r in runs if not (r.folder / "result.json").exists()]
+    for data in {data.name: data for data in waiting}.values():
+        find(data, args.data)  # told once, and not by every run
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several and args.jobs > 1:
         raise RunError("--jobs is for one process; torchrun and accelerate started several")

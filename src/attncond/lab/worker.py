@@ -41,7 +41,9 @@ def work() -> int:
     answers = os.fdopen(os.dup(1), "w")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    # Told, because a parent that is killed while we import would not be our parent any more.
+    parent = int(os.environ.get("ATTNCOND_LAB_PARENT") or os.getppid())
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     for line in sys.stdin:
         told = json.loads(line)
         folder = Path(told["folder"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lab_data_cases import Data
 
-from attncond.lab.data import DataError, load
+from attncond.lab.data import DataError, find, load
 from attncond.lab.data.loading import NAMES
 from attncond.lab.data.places import data_folder
 
@@ -32,6 +32,20 @@ def test_limit_takes_other_images_for_another_seed():
     assert torch.equal(first.train.images, load(Data(limit=50), seed=0).train.images)
     assert "limited to 50" in first.note
     assert load(Data(limit=50, validation=0.0)).validation is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_that_are_not_there_are_told_without_reading(name, tmp_path):
+    data = Data(name=name)
+    if name == "digits":
+        find(data, tmp_path)  # it needs none
+        return
+    for root in (tmp_path / "none", tmp_path):
+        with pytest.raises(DataError, match="looked for") as found:
+            find(data, root)
+        with pytest.raises(DataError) as loaded:
+            load(data, root)
+        assert str(found.value) == str(loaded.value)
 
 
 def test_the_folder(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from attncond.lab.data.places import reading
 from attncond.lab.data.source import DataError, Files
 
-__all__ = ["folder_note", "read_folders"]
+__all__ = ["folder_note", "image_folders", "read_folders"]
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -22,8 +22,8 @@ _HOW = (
 )
 
 
-def read_folders(root: Path) -> tuple[Files, Files, list[str]]:
-    """Training and test files, and the names of the classes in the order of their labels."""
+def image_folders(root: Path) -> list[Path]:
+    """Those of training and test images, both there."""
     with reading(root):
         for part in (root, root / "train", root / "val"):
             if not part.is_dir():
@@ -32,6 +32,12 @@ def read_folders(root: Path) -> tuple[Files, Files, list[str]]:
                     f"{root.absolute()}, but {part} does not exist. Name the folder with --data or "
                     f"ATTNCOND_DATA. {_HOW}"
                 )
+    return [root / "train", root / "val"]
+
+
+def read_folders(root: Path) -> tuple[Files, Files, list[str]]:
+    """Training and test files, and the names of the classes in the order of their labels."""
+    image_folders(root)
     classes = _classes(root / "train")
     if len(classes) < 2:
         raise DataError(

@@ -14,19 +14,34 @@ from torch.nn import functional as F
 from attncond.lab.data.binary import BINARY, binary_files, read_binary
 from attncond.lab.data.cache import kept
 from attncond.lab.data.digits import NOTE, read_digits
-from attncond.lab.data.folder import folder_note, read_folders
+from attncond.lab.data.folder import folder_note, image_folders, read_folders
 from attncond.lab.data.parquet import PARQUET, parquet_files, read_parquet
 from attncond.lab.data.places import data_folder
 from attncond.lab.data.source import DataError, DataSettings, Files, Source, Split
 from attncond.lab.data.split import hold_out, shuffled
 
-__all__ = ["NAMES", "load"]
+__all__ = ["NAMES", "find", "load"]
 
 NAMES = ("digits", *PARQUET, *BINARY, "image_folder")
 _SMALLEST = 8
 _LARGEST_BYTES = 16e9
 
 Part = TypeVar("Part", Split, Files)
+
+
+def find(data: DataSettings, root: Path | None = None) -> None:
+    """See that the files of a data set are there, without reading them.
+
+    Raises:
+        DataError: They are not, with what was looked for, where, and how to get it.
+    """
+    folder = data_folder(root)
+    if data.name == "image_folder":
+        image_folders(folder)
+    elif data.name in PARQUET:
+        parquet_files(folder, PARQUET[data.name])
+    elif data.name in BINARY:
+        binary_files(folder, BINARY[data.name])
 
 
 def load(data: DataSettings, root: Path | None = None, seed: int = 0) -> Source:
