@@ -132,6 +132,7 @@ def test_every_run_ends_once_and_workers_serve_several(workers, begun, monkeypat
     assert notes[0]["args"] == ["-m", "attncond.lab.worker"]
     env = notes[0]["env"]
     assert env["ATTNCOND_LAB_JOBS"] == "2"
+    assert env["ATTNCOND_LAB_PARENT"] == str(os.getpid())
     assert env["ATTNCOND_LAB_COMMAND"] == "attncond lab run 'a b'"
     assert env["OMP_NUM_THREADS"] == str(max(1, os.cpu_count() // 2))
     assert env["TORCHINDUCTOR_COMPILE_THREADS"] == "7"  # what the user chose stays

@@ -2,9 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -65,7 +65,7 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
     assert (good, wild) == ("", "")
     assert 'recipe was "another" and is "digits"' in failed
     assert "time limit at step 1 of 10" in late
-    assert last.startswith("1 validation error") or "ValidationError" in last
+    assert "validation errors for Config" in last
     assert last.endswith(f"see {tmp_path / 'broken' / 'log.txt'}")
     # What a run prints stands in its folder, and nowhere else.
     assert "epoch 2/2" in (tmp_path / "good/log.txt").read_text()
@@ -77,37 +77,27 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
 
 
 PARENT = """
-import subprocess, sys
-worker = subprocess.Popen(sys.argv[1:], stdin=0)
-print(worker.pid, flush=True)
+import os, subprocess, sys
+environment = {**os.environ, "ATTNCOND_LAB_PARENT": str(os.getpid())}
+worker = subprocess.Popen(sys.argv[1:], stdin=0, env=environment)
+print("started", flush=True)
 worker.wait()
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
 def test_a_worker_does_not_outlive_the_process_that_started_it():
-    """Even while its standard input stays open."""
+    """Even while its standard input stays open, and if that process is killed at once."""
     read, write = os.pipe()
-    parent = subprocess.Popen(
-        [sys.executable, "-S", "-c", PARENT, *WORKER], stdin=read, stdout=subprocess.PIPE, text=True
-    )
-    worker = int(parent.stdout.readline())
-    try:
-        time.sleep(0.2)
+    call = [sys.executable, "-S", "-c", PARENT, *WORKER]
+    with subprocess.Popen(call, stdin=read, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "started\n"
         parent.kill()
-        parent.wait()
-        assert parent.stdout.read() == ""  # ends when the last process that holds it has
-    finally:
-        os.close(write)
-        os.close(read)
-        parent.stdout.close()
-    with pytest.raises(ProcessLookupError):
-        for _ in range(50):  # until the system has cleared it away
-            os.kill(worker, 0)
-            time.sleep(0.1)
-
-
-def test_no_more_jobs_is_the_end():
-    done = subprocess.run(WORKER, input="", capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert signal.SIGTERM  # the same signal that a killed parent leads to
+        # The end of this output comes when nobody holds it any more: the worker does, too.
+        watch = threading.Timer(60, os.close, [write])
+        watch.start()
+        assert parent.stdout.read() == ""
+        assert watch.is_alive()
+        watch.cancel()
+    os.close(read)
+    os.close(write)
