@@ -66,23 +66,28 @@ def _epochs(study: Study, variant: str | None) -> Any:
     if not settings:
         raise nothing("pre2", "epochs-to-baseline", "a finished baseline and a variant beside it")
     image, axes = drawing.canvas(len(settings), min(3, len(settings)), 4.9, 4.0)
-    labels = list(dict.fromkeys(g.label for s in settings for g in _compared(s, variant)))
+    kinds = list(dict.fromkeys(_kind(g) for s in settings for g in _compared(s, variant)))
     for ax, setting in zip(axes, settings, strict=True):
         level = setting.level
         assert level is not None
         assert setting.baseline is not None
         drawing.band(ax, _accuracies(setting.baseline), GREY, "--", "baseline", ratio=False)
+        met: list[tuple[float, str]] = []
         for g in _compared(setting, variant):
-            colour = drawing.COLOURS[labels.index(g.label) % len(drawing.COLOURS)]
+            colour = drawing.COLOURS[kinds.index(_kind(g)) % len(drawing.COLOURS)]
             drawing.band(ax, _accuracies(g), colour, "-", g.label, ratio=False)
             reached = [epoch for epoch in setting.epochs_to_level(g) if epoch is not None]
             if len(reached) == len(g.finished):
-                mean = statistics.fmean(reached)
-                ax.plot(mean, level, "o", color=colour, markersize=6, zorder=5)
-                ax.annotate(
-                    f"{mean:.1f}", (mean, level), xytext=(-3, 5), textcoords="offset points",
-                    ha="right", fontsize=9, color=colour, fontweight="bold",
-                )  # fmt: skip
+                met.append((statistics.fmean(reached), colour))
+        for place, (mean, colour) in enumerate(sorted(met)):
+            # They lie close together: in turns above and below, and further off.
+            away, below = 11 * (place // 2), place % 2
+            ax.plot(mean, level, "o", color=colour, markersize=6, zorder=5)
+            ax.annotate(
+                f"{mean:.1f}", (mean, level), xytext=(4, -13 - away) if below else (-4, 5 + away),
+                textcoords="offset points", ha="left" if below else "right", fontsize=9,
+                color=colour, fontweight="bold",
+            )  # fmt: skip
         ax.axhline(level, color=GREY, linewidth=1, linestyle=":")
         ax.set_ylim(bottom=max(ax.get_ylim()[0], level - 20))
         ax.set(xlabel="epoch", ylabel="validation accuracy (%)")
@@ -193,6 +198,11 @@ def _compared(setting: Setting, variant: str | None) -> list[Group]:
         and g.first.get("model.norm", True)
         and (is_called(g, variant) if variant else g is setting.tuned or g.first.methods in known)
     ]
+
+
+def _kind(g: Group) -> str:
+    """What has one colour in all panels."""
+    return "tuned" if g.is_tuned else g.label
 
 
 def _accuracies(g: Group) -> list[dict[float, float]]:
