@@ -57,7 +57,7 @@ def load_trained(folder: Path) -> nn.Module:
     """The model of a finished run, for a teacher, ``attncond.diagnose`` or use; in eval mode.
 
     Raises:
-        RunError: There is no finished run.
+        RunError: There is no finished run, or its files are not of one run.
     """
     try:
         values = json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -67,7 +67,18 @@ def load_trained(folder: Path) -> nn.Module:
             f"there is no finished run in {folder} ({error}): it needs result.json and "
             "model.safetensors"
         ) from error
-    config = Config.model_validate_json(json.dumps(values["config"]))
-    model, _ = make(config, values["classes"], values["channels"])
-    model.load_state_dict(weights)
+    try:
+        config = Config.model_validate_json(json.dumps(values["config"]))
+        classes, channels = int(values["classes"]), int(values["channels"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{folder / 'result.json'} is not that of a run of this version ({error})"
+        ) from error
+    model, _ = make(config, classes, channels)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise RunError(
+            f"{folder / 'model.safetensors'} has other weights than result.json tells of: {error}"
+        ) from error
     return model.eval()
