@@ -6,7 +6,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 
-from attncond.lab.objective import SOFT_SHARE, TEMPERATURE, evaluate, objective
+from attncond.lab.objective import SOFT_SHARE, TEMPERATURE, compile_key, evaluate, objective
+from attncond.lab.recipe import list_recipes, load
 
 N, CLASSES = 6, 5
 
@@ -89,3 +90,53 @@ def test_an_evaluation_weighs_images_not_batches():
     loss, accuracy = evaluate(Some(), Parts(), Accelerator(), None)
     assert loss == pytest.approx(float(F.cross_entropy(x, LABELS)), rel=1e-6)
     assert accuracy == pytest.approx(100 * float((x.argmax(1) == LABELS).float().mean()))
+
+
+def key(methods=(), seed=0, recipe="digits", **settings):
+    named = {k.replace("__", "."): str(v) for k, v in settings.items()} | {"methods": [*methods]}
+    return compile_key(load(recipe).config("smoke", "baseline", seed, named))
+
+
+def test_code_is_shared_where_only_numbers_differ():
+    assert key(seed=0) == key(seed=5)
+    assert key(optim__lr=1e-3) == key(optim__lr=2e-3, optim__qkv_lr=0.3, optim__weight_decay=0.0)
+    assert key(schedule__epochs=3) == key()
+    spectral = key(["spectral"])
+    for same in ("kappa=1.5", "lam=0.5", "preserve_norm=false", "lam=10,preserve_norm=false"):
+        assert key([f"spectral:{same}"]) == spectral, same
+    assert key(["paper"]) == spectral
+    assert key(["polar"]) == key(["paper-svd"])  # which keep the norm, and do not
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"methods": ["spectral:roles=qk"]},
+        {"methods": ["spectral:scope=head"]},
+        {"methods": ["polar"]},
+        {"methods": ["gap"]},
+        {"methods": ["precondition"]},
+        {"methods": ["spectral", "gap"]},
+        {"methods": []},
+        {"model__kwargs__depth": 3},
+        {"model__drop_path": 0.1},
+        {"model__name": "deit_small32"},
+        {"train__batch_size": 16},
+        {"train__precision": "bf16"},
+        {"train__label_smoothing": 0.2},
+    ],
+    ids=str,
+)
+def test_code_is_not_shared_where_the_computation_differs(other):
+    assert key(**{"methods": ["spectral"], **other}) != key(["spectral"])
+
+
+def test_every_variant_has_a_key_that_its_seeds_share():
+    methods = set()
+    for recipe in list_recipes():
+        for form in recipe.forms:
+            for variant in recipe.variants:
+                first, second = (recipe.config(form, variant, seed) for seed in (0, 3))
+                assert compile_key(first) == compile_key(second), (recipe.name, form, variant)
+                methods.update(method.partition(":")[0] for method in first.methods)
+    assert {"spectral", "paper", "polar", "paper-svd"} <= methods
