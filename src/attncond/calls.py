@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attncond.errors import UnsupportedAttentionError
@@ -13,11 +14,12 @@ PRODUCTS = frozenset(("matmul", "__matmul__", "bmm", "einsum", "baddbmm", "mm"))
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 JOINS = frozenset(("cat", "concat", "concatenate"))
 DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout"))
+PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
 CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
-RESHAPES = frozenset(
+TURNS = frozenset(("mT", "T", "mH", "H"))  # attributes, not methods
+RESHAPES = TURNS.union(
     (
         *("transpose", "permute", "movedim", "swapaxes", "swapdims", "contiguous", "__getitem__"),
-        *("mT", "T", "mH", "H"),
         *("reshape", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
         *("expand", "expand_as", "narrow", "select", "chunk", "split", "unbind"),
     )
@@ -35,16 +37,6 @@ def tensors(result: Any) -> list[Tensor]:
     return []
 
 
-def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call gets, in their order."""
-    found: list[Tensor] = []
-    for a in args:
-        found += tensors(a)
-    for a in kwargs.values():
-        found += tensors(a)
-    return found
-
-
 def find(known: list[Any], operands: list[Tensor]) -> Any:
     """The entry whose tensor is among the operands."""
     for entry in reversed(known):
@@ -54,62 +46,122 @@ def find(known: list[Any], operands: list[Tensor]) -> Any:
     return None
 
 
-def exchanged(
-    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with one tensor exchanged, also inside a list of tensors."""
+class TorchCall(NamedTuple):
+    """One call, not run yet. A named tuple, because torch.compile traces what is made of those."""
 
-    def changed(a: Any) -> Any:
-        if a is old:
-            return new
-        return type(a)(new if b is old else b for b in a) if type(a) in (tuple, list) else a
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    return tuple(changed(a) for a in args), {k: changed(a) for k, a in kwargs.items()}
+    @classmethod
+    def of(
+        cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> TorchCall:
+        """The call as ``__torch_function__`` gets it, with the name that tells its kind."""
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the method's super() call stops torch.compile before 2.12
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and not torch.compiler.is_compiling():
+            name = getattr(getattr(func, "__self__", None), "__name__", "")  # attn.mT
+        return cls(func, name, args, kwargs)
+
+    def run(self) -> Any:
+        """What the function returns."""
+        return self.func(*self.args, **self.kwargs)
+
+    def operands(self) -> list[Tensor]:
+        """The tensors that it gets, in their order."""
+        found: list[Tensor] = []
+        for a in (*self.args, *self.kwargs.values()):
+            found += tensors(a)
+        return found
+
+    @property
+    def dim(self) -> int:
+        """The axis of a softmax."""
+        given: int = self.kwargs["dim"] if "dim" in self.kwargs else self.args[1]
+        return given
+
+    def exchanged(self, old: Tensor, new: Tensor) -> TorchCall:
+        """The same call with one tensor exchanged, also inside a list of tensors."""
+
+        def changed(a: Any) -> Any:
+            if a is old:
+                return new
+            return type(a)(new if b is old else b for b in a) if type(a) in (tuple, list) else a
+
+        args = tuple(changed(a) for a in self.args)
+        return self._replace(args=args, kwargs={k: changed(a) for k, a in self.kwargs.items()})
+
+    def reshaped(self, old: Tensor, new: Tensor, result: Any) -> Any:
+        """What the reshape of ``old`` to ``result`` makes of ``new``, which may lie otherwise."""
+        if self.name == "contiguous":
+            return new  # laid out anew, an expanded tensor would be written in full
+        if self.name in ("view", "view_as") and result.dtype == old.dtype:
+            return new.reshape(result.shape)
+        return self.exchanged(old, new).run()
+
+    def einsum_axes(self, matrix: Tensor) -> tuple[str, str]:
+        """The letters of one operand of an einsum, and those of its result."""
+        terms, arrow, result = self.args[0].replace(" ", "").partition("->")
+        if not arrow:
+            raise UnsupportedAttentionError(
+                f"the einsum '{self.args[0]}' does not say where its axes go; "
+                "write them after an arrow"
+            )
+        return terms.split(",")[[a is matrix for a in self.operands()].index(True)], result
+
+    def channel_axis(self, matrix: Tensor) -> int:
+        """The axis of ``matrix @ value`` (or its transpose) that only the values have."""
+        if self.name != "einsum":
+            return -1 if self.operands()[-2] is matrix else -2  # baddbmm has one before
+        own, result = self.einsum_axes(matrix)
+        letters = result.replace("...", ".")
+        only = [i - len(letters) for i, c in enumerate(letters) if c not in own]
+        if len(only) != 1:
+            raise UnsupportedAttentionError(
+                f"the einsum '{self.args[0]}' has no single axis of channels to equilibrate along"
+            )
+        return only[0]
 
 
-def call_with(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    old: Tensor,
-    new: Tensor,
-) -> Any:
-    """Call with one tensor exchanged."""
-    args, kwargs = exchanged(args, kwargs, old, new)
-    return func(*args, **kwargs)
+class FusedAttention(NamedTuple):
+    """A call of scaled_dot_product_attention: ``FusedAttention(func, *args, **kwargs)``.
 
+    Tensors are (..., heads, queries or keys, channels).
+    """
 
-def reshaped(
-    func: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    old: Tensor,
-    new: Tensor,
-    result: Any,
-) -> Any:
-    """What the reshape of ``old`` to ``result`` makes of ``new``, which may lie otherwise."""
-    if name == "contiguous":
-        return new  # laid out anew, an expanded tensor would be written in full
-    if name in ("view", "view_as") and result.dtype == old.dtype:
-        return new.reshape(result.shape)
-    return call_with(func, args, kwargs, old, new)
+    func: Callable[..., Tensor]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
 
-def channel_axis(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], matrix: Tensor) -> int:
-    """The axis of ``matrix @ value`` (or of the transposed product) that only the values have."""
-    if name != "einsum":
-        return -1 if operands_of(args, kwargs)[-2] is matrix else -2  # baddbmm has one before
-    terms, arrow, result = args[0].replace(" ", "").partition("->")
-    if not arrow:
-        raise UnsupportedAttentionError(
-            f"the einsum '{args[0]}' does not say where its axes go; write them after an arrow"
+    @property
+    def factor(self) -> float:
+        """What q·kᵀ is multiplied by."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+    def run(self) -> Tensor:
+        """The heads' outputs."""
+        func, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = self
+        return func(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
-    own = terms.split(",")[[a is matrix for a in operands_of(args[1:], {})].index(True)]
-    letters = result.replace("...", ".")
-    only = [i - len(letters) for i, c in enumerate(letters) if c not in own]
-    if len(only) != 1:
-        raise UnsupportedAttentionError(
-            f"the einsum '{args[0]}' has no single axis of channels to equilibrate along"
-        )
-    return only[0]

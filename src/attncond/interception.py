@@ -37,12 +37,9 @@ from attncond.calls import (
     OBSERVERS,
     PRODUCTS,
     RESHAPES,
-    call_with,
-    channel_axis,
-    exchanged,
+    FusedAttention,
+    TorchCall,
     find,
-    operands_of,
-    reshaped,
     tensors,
 )
 from attncond.errors import ConditioningError, UnsupportedAttentionError
@@ -119,32 +116,30 @@ class Interception(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
+        return self._called(TorchCall.of(func, args, kwargs or {}))
+
+    def _called(self, call: TorchCall) -> Any:
+        """What a call is to return instead of what it would."""
+        if call.func is F.multi_head_attention_forward:
             with self:  # a function in Python, which reaches a mode as a whole
-                return _multi_head_attention_forward(*args, **kwargs)
-        if func is Tensor.unflatten:
-            func = torch.unflatten  # the method's super() call stops torch.compile before 2.12
-        name = getattr(func, "__name__", "")
-        if name == "__get__" and not torch.compiler.is_compiling():
-            name = getattr(getattr(func, "__self__", None), "__name__", "")  # attn.mT
-        if name == "scaled_dot_product_attention":
-            return self._fused(func, *args, **kwargs)
-        operands = operands_of(args, kwargs)
+                return _multi_head_attention_forward(*call.args, **call.kwargs)
+        if call.name == "scaled_dot_product_attention":
+            return self._fused(FusedAttention(call.func, *call.args, **call.kwargs))
+        name, args, operands = call.name, call.args, call.operands()
         if name in CASTS or name in RESHAPES:
             operands = operands[:1]  # value.type_as(matrix) makes no matrix of the value
         if (matrix := find(self.matrices, operands)) is not None:
-            return self._use_matrix(matrix, func, name, args, kwargs)
+            return self._use_matrix(matrix, call)
         logits = find(self.logits, operands)
         if logits is not None and name == "softmax" and args and args[0] is logits.tensor:
-            return self._softmax(logits, func, args, kwargs)
-        result = func(*args, **kwargs)
+            return self._softmax(logits, call)
+        result = call.run()
         if name in PRODUCTS:
             added = name == "baddbmm" and self.hidden > HIDDEN
             shown = (operands[0].detach() > self.hidden).expand_as(result) if added else None
             self.logits.append(Logits(result, shown))
         elif logits is not None:
-            self._follow(logits, func, name, args, kwargs, operands, result)
+            self._follow(logits, call, result)
         return result
 
     def check(self) -> None:
@@ -159,105 +154,79 @@ class Interception(TorchFunctionMode):
                 "e.g. attn_implementation='sdpa' in transformers."
             )
 
-    def _fused(
-        self,
-        func: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **rest: Any,
-    ) -> Tensor:
-        """One call of scaled_dot_product_attention: (..., heads, queries or keys, channels)."""
-        if query.is_nested or value.is_nested:
+    def _fused(self, attention: FusedAttention) -> Tensor:
+        if attention.query.is_nested or attention.value.is_nested:
             raise ConditioningError(
                 f"nested tensors in the attention of {self.path or 'the model'} are not supported; "
                 "use padded tensors and a mask"
             )
-        gap, unmasked = self.gap is not None, attn_mask is None
+        gap, mask, causal = self.gap is not None, attention.attn_mask, attention.is_causal
         acts = gap or self.precondition is not None
-        plain = unmasked and not (is_causal or dropout_p)
-        if acts and plain and kernels.suit_short(query, key, value):
+        plain = mask is None and not attention.dropout_p
+        if acts and plain and not causal and kernels.suit_short(*attention.operands):
             self.acted += 1
-            scale = rest.get("scale")
-            return kernels.short_attention(query, key, value, scale, gap, self.precondition)
-        causal = gap and unmasked and is_causal and not dropout_p
-        fused = causal and kernels.suit_causal(query, key, value)
-        visible = seen = None
-        if attn_mask is not None:
-            visible = _visible(attn_mask, self.hidden)
+            return kernels.short_attention(
+                *attention.operands, attention.scale, gap, self.precondition
+            )
+        visible = seen = mean = None
+        if mask is not None:
+            visible = _visible(mask, self.hidden)
             seen = visible.any(-1, keepdim=True)
             # Kernels disagree on a row that sees nothing (NaN, zeros, the mean of all values), and
             # its gradient may be NaN: let it see everything, and make it zero afterwards.
-            attn_mask = (
-                attn_mask | ~seen
-                if attn_mask.dtype == torch.bool
-                else torch.where(seen, attn_mask, torch.zeros_like(attn_mask))
+            opened = (
+                mask | ~seen
+                if mask.dtype == torch.bool
+                else torch.where(seen, mask, torch.zeros_like(mask))
             )
-        mean = None
-        if gap and not fused:
-            mean, value = self._mean(query, value, visible, dropout_p, is_causal)
-        if fused:
-            output = kernels.causal_attention(query, key, value, rest.get("scale"))
+            attention = attention._replace(attn_mask=opened)
+        if gap and plain and causal and kernels.suit_causal(*attention.operands):
+            output = kernels.causal_attention(*attention.operands, attention.scale)
         else:
-            output = func(
-                query,
-                key,
-                value,
-                attn_mask=attn_mask,
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-                **rest,
-            )
+            if gap:
+                mean, attention = self._mean(attention, visible)
+            output = attention.run()
         self.acted += 1
         if mean is not None:
             output = subtract(output, mean)
-        if gap and self.precondition is not None and dropout_p == 0.0:
+        if gap and self.precondition is not None and attention.dropout_p == 0.0:
             # A query that sees one key has nothing left but rounding, which must not get length 1.
-            alone = _sees_one(value.shape[-2], query.shape[-2], is_causal, visible, value.device)
+            alone = _sees_one(attention, visible)
             output = torch.where(alone, torch.zeros_like(output), output)
         if seen is not None:
             output = torch.where(seen, output, torch.zeros_like(output))
         return self._equilibrated(output, -1)
 
     def _mean(
-        self,
-        query: Tensor,
-        value: Tensor,
-        visible: Tensor | None,
-        dropout_p: float,
-        causal: bool,
-    ) -> tuple[Tensor | None, Tensor]:
-        """What to subtract from the output, and the values to attend to.
+        self, attention: FusedAttention, visible: Tensor | None
+    ) -> tuple[Tensor | None, FusedAttention]:
+        """What to subtract from the output, and what to run to get it.
 
         Where all queries see the same keys and no weight is dropped, P(V − mean) is the same, is
         cheaper, and rounds the difference instead of what it is the difference of.
         """
-        if dropout_p == 0.0 and not causal and visible is None:
-            return None, centre(value)
+        query, value, causal = attention.query, attention.value, attention.is_causal
+        if attention.dropout_p == 0.0 and not causal and visible is None:
+            return None, attention._replace(value=centre(value))
         groups = query.shape[-3] // value.shape[-3] if query.ndim > 2 else 1
         seen_by = value
         if groups > 1 and visible is not None and visible.ndim > 2 and visible.shape[-3] > 1:
             seen_by, groups = value.repeat_interleave(groups, -3), 1
         mean = visible_mean(seen_by, query.shape[-2], causal=causal, visible=visible)
-        return (mean.repeat_interleave(groups, -3) if groups > 1 else mean), value
+        return (mean.repeat_interleave(groups, -3) if groups > 1 else mean), attention
 
-    def _softmax(
-        self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
-    ) -> Tensor:
+    def _softmax(self, logits: Logits, call: TorchCall) -> Any:
         """The attention matrix; a row that sees nothing becomes zero, and so do its gradients."""
         self.softmaxes += 1
         if self.softmax not in (0, self.softmaxes):
-            return func(*args, **kwargs)
-        dim = kwargs["dim"] if "dim" in kwargs else args[1]
+            return call.run()
+        dim = call.dim
         visible = logits.tensor.detach() > HIDDEN
         if logits.visible is not None:
             visible = visible & logits.visible
         seen = visible.any(dim, keepdim=True)
         safe = torch.where(seen, logits.tensor, torch.zeros_like(logits.tensor))
-        matrix = func(safe, *args[1:], **kwargs)
+        matrix = call.exchanged(logits.tensor, safe).run()
         matrix = torch.where(seen, matrix, torch.zeros_like(matrix))
         minus = None if self.gap is None else uniform(visible, dim, matrix.dtype)
         if minus is not None and logits.sinks:
@@ -266,17 +235,9 @@ class Interception(TorchFunctionMode):
         self.matrices.append(Matrix(matrix, minus, self.softmaxes))
         return matrix
 
-    def _follow(
-        self,
-        logits: Logits,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operands: list[Tensor],
-        result: Any,
-    ) -> None:
+    def _follow(self, logits: Logits, call: TorchCall, result: Any) -> None:
         """Keep an eye on what logits become on their way to the softmax."""
+        name, operands = call.name, call.operands()
         visible: Any = logits.visible
         sinks = logits.sinks and name not in RESHAPES
         if logits.sinks and not sinks:
@@ -286,7 +247,7 @@ class Interception(TorchFunctionMode):
             if sinks := not all(known):
                 pairs = zip(operands, known, strict=True)
                 keys = [torch.full_like(o, k, dtype=torch.bool) for o, k in pairs]
-                visible = func(keys, *args[1:], **kwargs)
+                visible = call.func(keys, *call.args[1:], **call.kwargs)
         elif name in ADDITIONS and self.hidden > HIDDEN:
             # A mask of -100 cannot be told from the logits themselves, only where it comes in.
             for other in operands:
@@ -294,72 +255,53 @@ class Interception(TorchFunctionMode):
                     shown = (other.detach() > self.hidden).expand_as(result)
                     visible = shown if visible is None else visible.expand_as(result) & shown
         elif name in ("masked_fill", "masked_fill_") and self.hidden > HIDDEN:
-            mask, fill = (*args, *kwargs.values())[1:3]
+            mask, fill = (*call.args, *call.kwargs.values())[1:3]
             shown = (~mask | (fill > self.hidden)).expand_as(result)
             visible = shown if visible is None else visible.expand_as(result) & shown
         elif visible is not None and name in RESHAPES:
-            visible = reshaped(func, name, args, kwargs, logits.tensor, visible, result)
+            visible = call.reshaped(logits.tensor, visible, result)
         for i, part in enumerate(tensors(result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.logits.append(Logits(part, shown, sinks))
 
-    def _use_matrix(
-        self,
-        matrix: Matrix,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if name in PRODUCTS:
-            return self._product(matrix, func, name, args, kwargs)
-        if matrix.minus is not None and name in OBSERVERS:
-            return func(*args, **kwargs)
+    def _use_matrix(self, matrix: Matrix, call: TorchCall) -> Any:
+        if call.name in PRODUCTS:
+            return self._product(matrix, call)
+        if matrix.minus is not None and call.name in OBSERVERS:
+            return call.run()
         minus: Any = matrix.minus
-        if name in DROPOUTS:
-            result = func(*args, **kwargs)
-        elif name in CASTS or name in RESHAPES:
-            result = func(*args, **kwargs)
+        if call.name in DROPOUTS:
+            result = call.run()
+        elif call.name in CASTS or call.name in RESHAPES:
+            result = call.run()
             if minus is not None:
                 whole = minus.expand_as(matrix.tensor)
-                minus = reshaped(func, name, args, kwargs, matrix.tensor, whole, result)
+                minus = call.reshaped(matrix.tensor, whole, result)
         else:
-            result, minus = self._formed_call(func, name, args, kwargs), None
+            result, minus = self._formed_call(call), None
         for i, part in enumerate(tensors(result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             self.matrices.append(Matrix(part, less, matrix.root))
         return result
 
-    def _formed_call(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _formed_call(self, call: TorchCall) -> Any:
         """Call with all differences among the operands formed: there may be several."""
+        name = call.name
         in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
-        for operand in operands_of(args, kwargs):
+        for operand in call.operands():
             found = find(self.matrices, [operand])
             if found is None or found.minus is None:
                 continue
             value = found.value()
-            if in_place and operand is args[0]:
+            if in_place and operand is call.args[0]:
                 # Whoever holds this tensor expects it to be changed, not a copy.
                 operand.copy_(value)
                 self.matrices.append(Matrix(operand, None, found.root))
             else:
-                args, kwargs = exchanged(args, kwargs, operand, value)
-        return func(*args, **kwargs)
+                call = call.exchanged(operand, value)
+        return call.run()
 
-    def _product(
-        self,
-        matrix: Matrix,
-        func: Callable[..., Tensor],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Tensor:
+    def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
         """The attention matrix times the values."""
         if self.precondition is not None and matrix.root in self.multiplied:
             raise UnsupportedAttentionError(
@@ -368,10 +310,10 @@ class Interception(TorchFunctionMode):
             )
         self.multiplied.append(matrix.root)
         self.acted += 1
-        output: Tensor = call_with(func, args, kwargs, matrix.tensor, matrix.value())
+        output: Tensor = call.exchanged(matrix.tensor, matrix.value()).run()
         if self.precondition is None:
             return output
-        return self._equilibrated(output, channel_axis(name, args, kwargs, matrix.tensor))
+        return self._equilibrated(output, call.channel_axis(matrix.tensor))
 
     def _equilibrated(self, output: Tensor, dim: int) -> Tensor:
         if self.precondition is None:
@@ -382,13 +324,13 @@ class Interception(TorchFunctionMode):
         return self.precondition.equilibrate(output, dim)
 
 
-def _sees_one(
-    keys: int, queries: int, causal: bool, visible: Tensor | None, device: torch.device
-) -> Tensor:
+def _sees_one(attention: FusedAttention, visible: Tensor | None) -> Tensor:
     """Which queries see a single key: (..., queries or 1, 1)."""
     if visible is not None:
         return visible.sum(-1, keepdim=True) <= 1
-    if causal:
+    queries, keys = attention.query.shape[-2], attention.value.shape[-2]
+    device = attention.value.device
+    if attention.is_causal:
         return torch.arange(queries, device=device)[:, None] < (queries if keys == 1 else 1)
     return torch.full((1, 1), keys == 1, device=device)
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import attncond as ac
+from attncond.calls import TorchCall
 from attncond.diagnose.arguments import in_double, map_tensors, row_range, shortened
 
 
@@ -70,13 +71,13 @@ def test_the_rows_are_the_ones_asked_for_and_the_batch_is_let_go():
 )
 def test_nothing_is_rounded(call):
     x = torch.rand(3, dtype=torch.float64)
-    func, args, kwargs = in_double(call[0], (x, *call[1]), call[2])
-    assert func(*args, **kwargs).dtype == torch.float64
+    func, args, kwargs = call
+    assert in_double(TorchCall.of(func, (x, *args), kwargs)).run().dtype == torch.float64
 
 
 def test_other_types_are_left_alone():
-    func, args, kwargs = in_double(torch.Tensor.to, (torch.ones(2), torch.int64), {})
-    assert func(*args, **kwargs).dtype == torch.int64
+    call = TorchCall.of(torch.Tensor.to, (torch.ones(2), torch.int64), {})
+    assert in_double(call).run().dtype == torch.int64
 
 
 def test_rows_of_views():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from attncond.calls import TorchCall
 from attncond.diagnose.dependence import Dependence
 
 
@@ -17,10 +18,9 @@ class Watch(TorchFunctionMode):
         self.weight, self.dependence = weight, Dependence()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        new = any(a is self.weight for a in args)
-        self.dependence.note(getattr(func, "__name__", ""), args, kwargs, result, new)
+        call = TorchCall.of(func, args, kwargs or {})
+        result = call.run()
+        self.dependence.note(call, result, any(a is self.weight for a in args))
         return result
 
 
@@ -55,6 +55,7 @@ KEPT = {
 }
 LOST = {
     "capped": lambda z, q: z.tanh(),
+    "turned over": lambda z, q: z.mT,
     "scaled by row": lambda z, q: z * MASK,
     "scaled by zero": lambda z, q: z * 0,
     "twice itself": lambda z, q: z + z,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncond.calls import TorchCall
 from attncond.sites import Projection
 
 __all__ = ["in_double", "map_tensors", "row_range", "shortened"]
@@ -63,16 +64,15 @@ def shortened(
             yield map_tensors(args, take), map_tensors(kwargs, take), sampled
 
 
-def in_double(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def in_double(call: TorchCall) -> TorchCall:
     """A call that keeps float64: what asks for float32 or less gets float64."""
-    if getattr(func, "__name__", "") in _TO_LOW:
-        return torch.Tensor.double, args[:1], {}
+    func, name, args, kwargs = call
+    if name in _TO_LOW:
+        return TorchCall.of(Tensor.double, args[:1], {})
     if any(isinstance(a, torch.dtype) and a in _LOW for a in (*args, *kwargs.values())):
         args = tuple(_raised(a) for a in args)
         kwargs = {k: _raised(a) for k, a in kwargs.items()}
-    return func, args, kwargs
+    return TorchCall(func, name, args, kwargs)
 
 
 def _raised(value: Any) -> Any:

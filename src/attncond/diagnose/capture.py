@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attncond.calls import tensors
+from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.dependence import Dependence
 from attncond.errors import ConditioningError
 from attncond.heads import Heads, conditioned_heads
@@ -25,8 +25,6 @@ from attncond.interception import Interception, Logits, Matrix
 from attncond.sites import HIDDEN, Site
 
 __all__ = ["Call", "Captured", "ProjectionInput", "Scores", "split_heads", "watch"]
-
-_PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,33 +118,26 @@ class Observer(Interception):
         super().__init__(None, None, first.hidden, first.softmax, len(sites), first.path)
         self.sites = sites
         self.session = session
-        self.call = call
+        self.forward = call
         self.arguments = _floating((*call.args, *call.kwargs.values()))
         self.inputs: list[ProjectionInput] = []
         self.pending: dict[int, tuple[Logits, int]] = {}
         self.dependence = Dependence()
         self.conditioned = conditioned_heads(first.module)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _called(self, call: TorchCall) -> Any:
         if self.session.stack[-1] is not self:  # an attention inside of this one's module
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        projected = name in _PROJECTING and self._projection(name, args, kwargs)
-        result = super().__torch_function__(func, types, args, kwargs)
-        if func is not F.multi_head_attention_forward:  # whose parts were seen one by one
-            self.dependence.note(name, args, kwargs, result, projected)
+            return call.run()
+        projected = call.name in PROJECTING and self._projection(call)
+        result = super()._called(call)
+        if call.func is not F.multi_head_attention_forward:  # whose parts were seen one by one
+            self.dependence.note(call, result, projected)
         return result
 
-    def _projection(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _projection(self, call: TorchCall) -> bool:
         """Note what a weight of the right width is multiplied with."""
-        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        name, args = call.name, call.args
+        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | call.kwargs
         x, weight, bias = (named.get(key) for key in ("input", "weight", "bias"))
         if name == "addmm" and len(args) == 3:
             bias, x, weight = args
@@ -167,40 +158,23 @@ class Observer(Interception):
         self.inputs.append(ProjectionInput(x, bias if isinstance(bias, Tensor) else None, rows))
         return True
 
-    def _fused(
-        self,
-        func: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **rest: Any,
-    ) -> Tensor:
-        if query.is_nested or key.is_nested:
+    def _fused(self, attention: FusedAttention) -> Tensor:
+        if attention.query.is_nested or attention.key.is_nested:
             raise ConditioningError(
                 f"nested tensors in the attention of {self.path or 'the model'} cannot be "
                 "diagnosed; use padded tensors and a mask"
             )
-        turn, site, scale = self.acted, self._next_site(), rest.get("scale")
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        heads, shared = site.heads, site.heads
-        if (p := site.projection("k")) is not None and key.shape[:-2] != query.shape[:-2]:
-            shared = p.heads
-        q = split_heads(query.detach(), heads)
-        k, v = (split_heads(t.detach(), shared) for t in (key, value))
-        count, queries, keys = q.shape[1], q.shape[2], k.shape[2]
-        mask = attn_mask
-        if mask is not None:
-            whole = (*query.shape[:-1], keys)
-            mask = split_heads(mask.detach().expand(whole), heads)
+        turn, site = self.acted, self._next_site()
+        split, causal, scale = by_head(attention, site), attention.is_causal, attention.factor
+        q, k, v = (t.detach() for t in split.operands)
+        mask = None if split.attn_mask is None else split.attn_mask.detach()
+        (items, count, queries, _), keys = q.shape, k.shape[2]
 
         def read(item: int, chosen: slice) -> tuple[Tensor, Tensor]:
             index = torch.arange(count, device=k.device)[chosen] * k.shape[1] // count
             logits = _wide(q[item, chosen]) @ _wide(k[item, index]).mT * scale
             visible = torch.ones_like(logits, dtype=torch.bool)
-            if is_causal:
+            if causal:
                 visible = visible.tril()
             if mask is not None:
                 part = mask[item, chosen].to(logits.device)
@@ -212,44 +186,31 @@ class Observer(Interception):
 
         self._hand_over(
             site,
-            Scores(q.shape[0], count, queries, keys, read, v),
+            Scores(items, count, queries, keys, read, v),
             turn,
             query=q,
             key=k,
             value=v,
             mask=mask,
-            causal=is_causal,
+            causal=causal,
             scale=scale,
-            fixed=self.dependence.fixed(attn_mask),
+            fixed=self.dependence.fixed(attention.attn_mask),
         )
-        output: Tensor = func(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **rest
-        )
-        return output
+        return attention.run()
 
-    def _softmax(
-        self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
-    ) -> Tensor:
+    def _softmax(self, logits: Logits, call: TorchCall) -> Any:
         self.softmaxes += 1
-        matrix = func(*args, **kwargs)
+        matrix = call.run()
         if self.softmax in (0, self.softmaxes):
-            dim = kwargs["dim"] if "dim" in kwargs else args[1]
-            self.pending[self.softmaxes] = (logits, dim)
+            self.pending[self.softmaxes] = (logits, call.dim)
             self.matrices.append(Matrix(matrix, None, self.softmaxes))
         return matrix
 
-    def _product(
-        self,
-        matrix: Matrix,
-        func: Callable[..., Tensor],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Tensor:
+    def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
         if (found := self.pending.pop(matrix.root, None)) is not None:
-            first = len(args) == 2 and args[0] is matrix.tensor
-            self._written_out(*found, matrix.tensor, args[1] if first else None)
-        return super()._product(matrix, func, name, args, kwargs)
+            first = len(call.args) == 2 and call.args[0] is matrix.tensor
+            self._written_out(*found, matrix.tensor, call.args[1] if first else None)
+        return super()._product(matrix, call)
 
     def _written_out(self, logits: Logits, dim: int, matrix: Tensor, value: Tensor | None) -> None:
         """softmax(logits) met the values, as ``matrix`` and, if that came first, ``value``."""
@@ -305,7 +266,7 @@ class Observer(Interception):
                     self._tokens(site, scores.queries),
                     self.inputs,
                     self.conditioned,
-                    replace(self.call, turn=turn),
+                    replace(self.forward, turn=turn),
                     **known,
                 )
             )
@@ -388,6 +349,22 @@ def split_heads(t: Tensor, heads: int) -> Tensor:
     if len(lead) >= 2:
         return t.flatten(0, -4) if t.ndim > 4 else t
     return t.reshape(-1, 1, *t.shape[-2:])
+
+
+def by_head(attention: FusedAttention, site: Site) -> FusedAttention:
+    """The same with tensors (items, heads, rows, columns)."""
+    query, key, value = attention.operands
+    heads, shared, mask = site.heads, site.heads, attention.attn_mask
+    if (p := site.projection("k")) is not None and key.shape[:-2] != query.shape[:-2]:
+        shared = p.heads
+    if mask is not None:
+        mask = split_heads(mask.expand(*query.shape[:-1], key.shape[-2]), heads)
+    return attention._replace(
+        query=split_heads(query, heads),
+        key=split_heads(key, shared),
+        value=split_heads(value, shared),
+        attn_mask=mask,
+    )
 
 
 def _floating(values: Iterable[Any]) -> list[Tensor]:

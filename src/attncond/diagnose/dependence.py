@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attncond.calls import ADDITIONS, CASTS, PRODUCTS, RESHAPES, operands_of, tensors
+from attncond.calls import ADDITIONS, CASTS, PRODUCTS, RESHAPES, TURNS, TorchCall, tensors
 from attncond.sites import HIDDEN
 
 __all__ = ["Dependence", "Multiple"]
@@ -28,7 +28,8 @@ _SHAPED = frozenset(
         *("new_ones", "new_zeros", "new_full", "new_empty", "new_tensor"),
     )
 )
-_KEEP = CASTS | RESHAPES | {"clone", "dropout"}
+# Logits that are turned over do not lie as their product does.
+_KEEP = ((CASTS | RESHAPES) - TURNS) | {"clone", "dropout"}
 
 
 class Multiple(NamedTuple):
@@ -62,17 +63,15 @@ class Dependence:
         found: Multiple | None = self._multiples.get(logits)
         return found
 
-    def note(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, new: bool
-    ) -> None:
+    def note(self, call: TorchCall, result: Any, new: bool) -> None:
         """One function was called; ``new`` where it is a projection itself."""
-        operands = operands_of(args, kwargs)
-        if name in _SHAPED:
+        operands = call.operands()
+        if call.name in _SHAPED:
             return
         if not new and not any(o in self._derived for o in operands):
             return
-        results = operands[:1] if name == "__setitem__" else tensors(result)
-        multiple = None if new else self._after(name, args, kwargs, operands, results)
+        results = operands[:1] if call.name == "__setitem__" else tensors(result)
+        multiple = None if new else self._after(call, operands, results)
         for part in results:
             self._derived[part] = True
             self._multiples.pop(part, None)  # it may have been changed in place
@@ -80,15 +79,11 @@ class Dependence:
                 self._multiples[part] = multiple
 
     def _after(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operands: list[Tensor],
-        results: list[Tensor],
+        self, call: TorchCall, operands: list[Tensor], results: list[Tensor]
     ) -> Multiple | None:
+        _, name, args, kwargs = call
         if name in PRODUCTS and results:
-            return self._product(name, args, kwargs, results[0])
+            return self._product(call, results[0])
         if not args or not isinstance(args[0], Tensor):
             return None
         known = self.multiple(args[0])
@@ -111,15 +106,15 @@ class Dependence:
             return known if value is not None and value <= HIDDEN else None
         return None
 
-    def _product(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> Multiple | None:
-        if name != "baddbmm":
+    def _product(self, call: TorchCall, result: Tensor) -> Multiple | None:
+        if call.name != "baddbmm":
             return Multiple(None, None, result, 1.0)
-        named = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | kwargs
+        named = dict(zip(("input", "batch1", "batch2"), call.args, strict=False)) | call.kwargs
         if not self.fixed(named["input"]):
             return None
-        return Multiple(named["batch1"], named["batch2"], result, float(kwargs.get("alpha", 1)))
+        return Multiple(
+            named["batch1"], named["batch2"], result, float(call.kwargs.get("alpha", 1))
+        )
 
 
 def _number(value: Any) -> float | None:

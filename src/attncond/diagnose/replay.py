@@ -9,7 +9,7 @@ run is the one that was captured is not taken on trust: its logits are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attncond.calls import channel_axis, operands_of, tensors
+from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.arguments import in_double, map_tensors, row_range
-from attncond.diagnose.capture import Call, split_heads
+from attncond.diagnose.capture import Call, by_head, split_heads
 from attncond.diagnose.doubled import Shell, doubled, doubled_copy, stock
 from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, back, cut_uses
 from attncond.heads import Heads
@@ -29,7 +29,6 @@ from attncond.sites import HIDDEN, Role, Site
 __all__ = ["Replay", "Traced"]
 
 CHANNELS = ("cross-covariance", "channel")  # their attention matrix is one of channels
-_PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
 
 
 class _Reached(BaseException):
@@ -166,18 +165,11 @@ class _Run(Interception):
         self.state, self.known = doubled(site)
         self.device = next(iter(self.known.values()))[0].raw.device
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        func, args, kwargs = in_double(func, args, kwargs or {})
-        result = super().__torch_function__(func, types, args, kwargs)
-        name = getattr(func, "__name__", "")
-        if name in _PROJECTING and isinstance(result, Tensor):
-            return self._projected(name, operands_of(args, kwargs), result)
+    def _called(self, call: TorchCall) -> Any:
+        call = in_double(call)
+        result = super()._called(call)
+        if call.name in PROJECTING and isinstance(result, Tensor):
+            return self._projected(call.name, call.operands(), result)
         return result
 
     def _projected(self, name: str, operands: list[Tensor], result: Tensor) -> Tensor:
@@ -206,41 +198,25 @@ class _Run(Interception):
         shape = result.movedim(axis, -1).shape
         return flat.view(shape).movedim(-1, axis)
 
-    def _fused(
-        self,
-        func: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **rest: Any,
-    ) -> Tensor:
+    def _fused(self, attention: FusedAttention) -> Tensor:
         if self.turn:
             self.turn -= 1
-            rest |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-            return func(query, key, value, **rest)
+            return attention.run()
         rows, columns, site = self.replay.rows, self.replay.columns, self.replay.site
-        heads, shared, h = site.heads, site.heads, self.head
-        if (p := site.projection("k")) is not None and key.shape[:-2] != query.shape[:-2]:
-            shared = p.heads
-        q = split_heads(query, heads)[:1, h : h + 1, rows]
-        own = h * shared // heads
-        k, v = (split_heads(t, shared)[:1, own : own + 1, columns] for t in (key, value))
-        mask = attn_mask
+        split, head, scale = by_head(attention, site), self.head, attention.factor
+        own = head * split.key.shape[1] // split.query.shape[1]
+        q = split.query[:1, head : head + 1, rows]
+        k, v = (t[:1, own : own + 1, columns] for t in (split.key, split.value))
+        mask = split.attn_mask
         if mask is not None:
-            mask = split_heads(mask.expand(*query.shape[:-1], key.shape[-2]), heads)
-            mask = mask[:1, h : h + 1, rows][..., columns]
-        if is_causal:
+            mask = mask[:1, head : head + 1, rows][..., columns]
+        if attention.is_causal:
             places = [torch.tensor(i, device=q.device) for i in (rows, columns)]
             seen = (places[0][:, None] >= places[1])[None, None]
             if mask is None or mask.dtype == torch.bool:
                 mask = seen if mask is None else mask & seen
             else:
                 mask = mask.masked_fill(~seen, -torch.inf)
-        scale = rest.get("scale")
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         logits = (q @ k.mT)[0, 0].detach() * scale
         shown = torch.ones_like(logits, dtype=torch.bool)
         if mask is not None:
@@ -254,17 +230,15 @@ class _Run(Interception):
                 raise TokensMixedError
             cuts = {"q": _cut(q), "k": _cut(k), "v": _cut(v)}
             q, k, v = (leaf[None, None] for _, leaf in cuts.values())
-        output = super()._fused(func, q, k, v, attn_mask=mask, scale=scale)
+        output = super()._fused(FusedAttention(attention.func, q, k, v, mask, scale=scale))
         raise _Reached(output[0, 0], cuts)
 
-    def _softmax(
-        self, logits: Logits, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any
-    ) -> Tensor:
+    def _softmax(self, logits: Logits, call: TorchCall) -> Any:
         replay = self.replay
         if self.softmaxes + 1 != (replay.site.softmax or replay.call.turn + 1):
-            return super()._softmax(logits, func, args, kwargs)
+            return super()._softmax(logits, call)
         self.root = self.softmaxes + 1
-        dim = kwargs["dim"] if "dim" in kwargs else args[1]
+        dim = call.dim
         heads = split_heads(logits.tensor.detach().movedim(dim, -1), replay.site.heads)
         if heads.shape[1] != replay.site.heads:
             raise ReplayError("its attention matrices are not found head by head")
@@ -278,24 +252,14 @@ class _Run(Interception):
             index = torch.tensor(hidden, dtype=torch.long, device=tensor.device)
             tensor = tensor.index_fill(dim, index, -torch.inf)
         changed = logits._replace(tensor=tensor)
-        return super()._softmax(changed, func, (tensor, *args[1:]), kwargs)
+        return super()._softmax(changed, call.exchanged(logits.tensor, tensor))
 
-    def _product(
-        self,
-        matrix: Matrix,
-        func: Callable[..., Tensor],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        output = super()._product(matrix, func, name, args, kwargs)
+    def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
+        output = super()._product(matrix, call)
         replay = self.replay
         if matrix.root != self.root or replay.site.softmax:
             return output
-        if name == "einsum":
-            output = _in_order_of(args, matrix.tensor, output)
-        else:
-            output = output.movedim(channel_axis(name, args, kwargs, matrix.tensor), -1)
+        output = _in_order_of(call, matrix.tensor, output)
         part = split_heads(output, replay.site.heads)[0, self.head]
         raise _Reached(part[:, replay.columns] if replay.channels else part[replay.rows], {})
 
@@ -324,11 +288,10 @@ def _cut(t: Tensor) -> tuple[Tensor, Tensor]:
     return t[0, 0], t[0, 0].detach().requires_grad_(True)
 
 
-def _in_order_of(args: tuple[Any, ...], matrix: Tensor, output: Tensor) -> Tensor:
-    """What an einsum made of an attention matrix, its axes in the matrix's order."""
-    terms, _, result = args[0].replace(" ", "").partition("->")
-    own = terms.split(",")[[a is matrix for a in operands_of(args[1:], {})].index(True)]
-    if "." in args[0]:
-        return output.movedim(channel_axis("einsum", args, {}, matrix), -1)
+def _in_order_of(call: TorchCall, matrix: Tensor, output: Tensor) -> Tensor:
+    """What a product made of an attention matrix, its axes in the matrix's order."""
+    if call.name != "einsum" or "." in call.args[0]:
+        return output.movedim(call.channel_axis(matrix), -1)
+    own, result = call.einsum_axes(matrix)
     order = [c for c in own if c in result] + [c for c in result if c not in own]
     return output.permute([result.index(c) for c in order])
