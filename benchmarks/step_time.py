@@ -2,11 +2,15 @@
 
     python benchmarks/step_time.py                      # ViT-B/16, batch 256, bf16, compiled, CUDA
     python benchmarks/step_time.py --model gpt2 --batch 16 --variants stock_again gap [--causal]
+    python benchmarks/step_time.py --model swin_small32 --graphs --variants stock_again identity gap
     python benchmarks/step_time.py --model vit_tiny_patch16_224 --batch 4 --rounds 2 --steps 4 ...
 
 Each turn of a variant stands between two turns of the stock model, and its ratio is to their mean:
 measured once a round instead, the model after the slowest variant looked 1% faster than its twin.
 The ratio given is the median over rounds. A second stock model shows the noise.
+
+Models of the lab's recipes go by their names there; --graphs launches a step as CUDA graphs, as the
+lab does, for small models are bound by their launches else.
 
 Before torch 2.14, transformers hands its attention an explicit mask inside torch.compile; since
 then it is is_causal=True, as outside, for which kernels are faster. --causal asks for that in the
@@ -31,6 +35,10 @@ from torch import Tensor, nn
 
 import attncond as ac
 from attncond.conditioning import Handle
+from attncond.lab.config import Model
+from attncond.lab.models import MODELS
+from attncond.lab.models import build as build_model
+from attncond.lab.objective import objective
 
 
 @dataclass
@@ -70,8 +78,13 @@ METHODS: dict[str, list[ac.Spectral | ac.RemoveGap | ac.Precondition]] = {
 
 
 def task(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A model and its loss on one fixed batch: a timm classifier, or GPT-2 on 1,024 tokens."""
+    """A model and its loss on one fixed batch: a classifier, or GPT-2 on 1,024 tokens."""
     generator = torch.Generator().manual_seed(1)
+    if args.model in MODELS:
+        net = build_model(Model(name=args.model), num_classes=10, image_size=32).to(device)
+        small = torch.randn(args.batch, 3, 32, 32, generator=generator).to(device)
+        classes = torch.randint(10, (args.batch,), generator=generator).to(device)
+        return net, lambda: objective(net, small, classes, dtype=torch.bfloat16)
     if args.model == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel, masking_utils
 
@@ -102,7 +115,8 @@ def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=fused)
     if handle and name in ("polar", "polar_every_10"):
         handle.attach(optimizer)
-    compiled = torch.compile(loss_of) if args.compile else loss_of
+    mode = "reduce-overhead" if args.graphs else None
+    compiled = torch.compile(loss_of, mode=mode) if args.compile else loss_of
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -155,6 +169,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--variants", nargs="+", default=names, choices=names)
     parser.add_argument("--profile", action="store_true", help="the slowest kernels, too (CUDA)")
+    parser.add_argument("--graphs", action="store_true", help="launch steps as CUDA graphs")
     parser.add_argument("--causal", action="store_true", help="no explicit mask (GPT-2)")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/step_time.json"))
