@@ -10,7 +10,7 @@ from fabricate import NOTE, STEPS, Fake, dump
 
 from attncond.errors import ConditioningError
 from attncond.lab.results import collect, dumps, load_runs, status
-from attncond.lab.runs import ResultsError, flat
+from attncond.lab.runs import ResultsError
 
 
 def one(folder):
@@ -32,22 +32,6 @@ def test_a_finished_run(tmp_path):
     assert run.get("optim.lr") == 1e-3
     assert run.get("optim.nothing", 7) == 7
     assert run.notes == ()
-
-
-@pytest.mark.parametrize(
-    ("model", "column"),
-    [
-        ("vit_small32", "ViT-B"),
-        ("vit_b", "ViT-B"),
-        ("davit_small32", "DaViT-B"),
-        ("deit_b", "DeiT-B"),
-        ("swin_small32", "Swin-B"),
-        ("xcit_m24", "XCiT-M"),
-        ("cait_s24_224", "cait_s24_224"),
-    ],
-)
-def test_which_column_of_the_paper_a_model_belongs_to(tmp_path, model, column):
-    assert one(Fake(model=model).write(tmp_path)).architecture == column
 
 
 def test_paths_may_be_a_run_a_root_or_a_pattern(tmp_path):
@@ -159,15 +143,6 @@ def test_an_unknown_method_is_told(tmp_path):
     assert "Did you mean spectral" in run.notes[-1]
 
 
-def test_a_damaged_history_is_told_by_its_curves(tmp_path):
-    folder = Fake(watch=True).write(tmp_path)
-    lines = (folder / "history.jsonl").read_text().splitlines()
-    lines[3] = "nonsense"
-    (folder / "history.jsonl").write_text("\n".join(lines))
-    assert "line 4" in one(folder).curves.trouble
-    assert one(Fake("x", methods=("gap",)).write(tmp_path)).curves.trouble.startswith("the Monitor")
-
-
 def test_a_test_set_that_was_not_read(tmp_path):
     folder = Fake().write(tmp_path)
     result = json.loads((folder / "result.json").read_text())
@@ -193,30 +168,6 @@ def test_a_finished_run_stands_for_an_unfinished_one(tmp_path):
     Fake(state="stopped").write(tmp_path / "a")
     Fake(accuracy=70.0).write(tmp_path / "b")
     assert one(tmp_path).accuracy() == 70.0
-
-
-def test_seeds_of_one_experiment_are_alike_but_for_what_matters(tmp_path):
-    runs = {
-        name: one(Fake(recipe=name, **fields).write(tmp_path))
-        for name, fields in {
-            "a": {},
-            "b": {"seed": 4, "watch": True, "variant": "vit"},
-            "c": {"changes": {"optim.lr": 2e-3}},
-            "d": {"methods": ("spectral:lam=10,preserve_norm=false",)},
-            "e": {"methods": ("paper",)},
-        }.items()
-    }
-    assert runs["a"].experiment == runs["b"].experiment
-    assert runs["a"].experiment != runs["c"].experiment
-    assert runs["d"].experiment == runs["e"].experiment
-
-
-def test_epochs_to_a_level(tmp_path):
-    run = one(Fake(accuracy=75.0).write(tmp_path))
-    reached = run.epochs_to(60.0)
-    accuracies = {p["epoch"]: p["validation_accuracy"] for p in run.metrics}
-    assert accuracies[reached] >= 60 > accuracies[reached - 1]
-    assert run.epochs_to(99.0) is None
 
 
 def test_status_counts(tmp_path):
@@ -256,8 +207,3 @@ def test_a_file_that_is_no_collection(tmp_path):
     for name in ("x.json", "y.json"):
         with pytest.raises(ConditioningError, match="no file of collected runs"):
             load_runs([tmp_path / name])
-
-
-def test_flat_keys():
-    config = {"data": {"name": "digits", "workers": 4}, "watch": {"every": 3}, "methods": ["gap"]}
-    assert flat(config) == {"data.name": "digits", "methods": ["gap"]}

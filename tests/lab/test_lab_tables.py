@@ -1,10 +1,6 @@
 """The papers' tables from made-up runs: what stands in them, and what they say is missing."""
 
-import csv
-import io
 import json
-import re
-from html.parser import HTMLParser
 
 import pytest
 from fabricate import Fake, study, sweep
@@ -212,55 +208,22 @@ def test_there_is_no_such_table():
         table(2)
 
 
-def test_text_is_aligned_and_notes_are_wrapped(all_runs):
-    lines = table(1, all_runs).to_text().splitlines()
-    head, rule = lines[2], lines[3]
-    assert len(rule) >= len(head)
-    body = lines[4 : lines.index("", 4)]
-    assert max(map(len, body)) <= len(rule)
-    assert max(map(len, lines[lines.index("", 4) :])) <= 110
-
-
-def test_markdown_has_as_many_cells_in_each_line(all_runs):
-    text = table(1, all_runs).to_markdown()
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({len(re.split(r"(?<!\\)\|", line)) for line in lines}) == 1
-    assert "+2.31 \\*\\*" in text
-
-
-def test_csv_and_json_have_the_numbers(all_runs):
+def test_data_has_the_numbers_behind_the_cells(all_runs):
     found = table(1, all_runs)
-    read = list(csv.DictReader(io.StringIO(found.to_csv())))
-    record = json.loads(found.to_json())
-    assert len(read) == len(record["rows"]) == len(found.rows)
-    spectral = next(r for r in record["rows"] if r["variant"] == "spectral")
+    assert len(found.data) == len(found.rows)
+    spectral = next(r for r in found.data if r["variant"] == "spectral")
     assert 0 < spectral["p_baseline"] < 1e-4
     assert spectral["p_baseline_paired"] is not None
     assert spectral["seeds"] == "0 1 2 3 4"
 
 
-class Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onerror"}
-
-
-def test_html_is_one_page_and_runs_nothing(tmp_path):
+def test_what_runs_call_themselves_is_no_markup(tmp_path):
     evil = "<img src=x onerror=alert(1)>"
     folder = Fake(changes={"model.name": "vit_small32"}).write(tmp_path)
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | {"data_note": evil}))
     Fake("x", changes={"model.init": evil}).write(tmp_path)
     found = table(1, load_runs([tmp_path]))
-    text = found.to_html()
-    page = Page()
-    page.feed(text)
-    assert page.tags.count("table") == 1
-    assert not {"script", "img", "link"} & set(page.tags)
-    assert "&lt;img" in text
-    assert "&lt;img" in found.to_markdown()
-    assert "<img" not in found.to_markdown()
+    for text in (found.to_html(), found.to_markdown()):
+        assert "&lt;img" in text
+        assert "<img" not in text
