@@ -1,16 +1,12 @@
 """Figures: they are drawn from what there is, say what it is, and refuse by name what is not."""
 
-import math
-
 import pytest
 from fabricate import Fake, study, sweep
 
-from attncond.lab import drawing
 from attncond.lab.compare import group
 from attncond.lab.figures import FIGURES, figure
 from attncond.lab.results import load_runs
 from attncond.lab.runs import ResultsError
-from attncond.lab.watched import overview
 
 
 @pytest.fixture(scope="module")
@@ -139,22 +135,3 @@ def test_a_figure_that_fails_leaves_the_old_one(tmp_path, runs, monkeypatch):
         figure(2, runs, path)
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_band_of_condition_numbers_is_geometric():
-    _, (ax,) = drawing.canvas(1, 1, 4, 3)
-    drawing.band(ax, [{0: 10.0, 1: 5.0}, {0: 1000.0, 2: 5.0}], "k", "-", "x", ratio=True)
-    (line,) = ax.lines
-    assert list(line.get_xdata()) == [0]  # where both have a value
-    assert line.get_ydata()[0] == pytest.approx(100.0)
-    (patch,) = ax.collections
-    low, high = patch.get_datalim(ax.transData).intervaly
-    std = math.log(100) / math.sqrt(2)
-    assert (low, high) == pytest.approx((100 * math.exp(-std), 100 * math.exp(std)))
-
-
-def test_one_seed_and_no_baseline_is_still_a_figure(tmp_path):
-    Fake("spectral", methods=("spectral",), watch=True).write(tmp_path)
-    image = overview("2", "ViT-B")(group(load_runs([tmp_path])), None)
-    assert len(image.axes[0].lines) == 3
-    assert "spectral 1 seed." in image._supxlabel.get_text()
