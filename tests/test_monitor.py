@@ -144,22 +144,6 @@ def test_the_weights_of_the_step_are_measured_not_those_when_it_is_computed(monk
         check(values(monitor.history[0]), "q", before)
 
 
-def test_tied_weights_are_copied_and_solved_once(monkeypatch):
-    model = encoder()
-    model.layers[1].self_attn = model.layers[0].self_attn
-    other = nn.MultiheadAttention(16, 2)
-    other.in_proj_weight = model.layers[0].self_attn.in_proj_weight
-    from attncond.diagnose import measure
-
-    svd, solved = measure.singular_values, []
-    monkeypatch.setattr(measure, "singular_values", lambda a: solved.append(a) or svd(a))
-    with ac.Monitor(nn.ModuleList([model, other])) as monitor:
-        rows = monitor.history[0].rows
-    assert len(rows) == 2
-    assert rows[0].values == rows[1].values
-    assert len(solved) == 3
-
-
 @pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize("method", [None, ac.Spectral.paper_svd(), ac.RemoveGap()], ids=str)
 def test_training_is_the_same_to_the_bit(method, probe):
@@ -442,38 +426,6 @@ def test_resuming_goes_on_where_the_checkpoint_was(tmp_path):
         ac.Monitor(nn.MultiheadAttention(8, 2), log=path, start=8)
     with ac.Monitor(model, every=4, start=4) as fresh:  # a checkpoint without a file
         assert [r.step for r in fresh.history] == [4]
-
-
-def test_damaged_files(tmp_path):
-    path = tmp_path / "run.jsonl"
-    with ac.Monitor(encoder(), every=1, log=path, patience=math.inf) as monitor:
-        monitor.step()
-        monitor.step()
-    text = path.read_bytes()
-    head, first, second, third, _ = text.split(b"\n")
-    for cut in (1, 2, len(third) // 2, len(third)):
-        path.write_bytes(text[: -cut - 1])
-        assert [r.step for r in History.read(path)] == [0, 1]
-    path.write_bytes(text[:-1])  # only its end of line is missing
-    assert len(History.read(path)) == 3
-    with ac.Monitor(encoder(), every=1, log=path, start=2, patience=math.inf) as again:
-        again.step()
-    assert [r.step for r in History.read(path)] == [0, 1, 2, 3]
-    for lines, message in (
-        ([head, first[:-20], second, b""], r"line 2, is not JSON"),
-        ([head, first, first, b""], "step 0 comes after step 0"),
-        ([head, b"{}", b""], "damaged"),
-        ([b'{"schema": "other/2"}', b""], "schema is 'other/2'"),
-        ([b"[]", b""], "schema"),
-        ([b""], "empty, or cut short"),
-        ([head[:10]], "empty, or cut short"),
-    ):
-        path.write_bytes(b"\n".join(lines))
-        with pytest.raises(ac.DiagnosisError, match=message):
-            History.read(path)
-    with ac.Monitor(encoder(), log=path) as fresh:  # killed while it wrote the first line
-        assert len(fresh.history) == 1
-    assert History.read(path) == fresh.history
 
 
 def test_a_full_disk_is_survived_and_made_up_for(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ class History:
             )
         try:
             history = cls(str(data["model"]), [Record.from_dict(r) for r in data["records"]])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DiagnosisError(f"the history is damaged: {error!r}") from error
         steps = [record.step for record in history]
         for before, after in pairwise(steps):
@@ -194,9 +194,11 @@ class Journal:
     def __init__(self, path: str | os.PathLike[str], model: str, start: int) -> None:
         self.path = Path(path)
         self.records: list[Record] = []
-        old, clean = None, False
+        old, clean, head = None, False, {"schema": SCHEMA, "model": model}
         if self.path.exists() and self.path.stat().st_size:
             old, clean = parse(self.path)
+            if old is None and not _dumps(head).encode().startswith(self.path.read_bytes()):
+                raise DiagnosisError(f"{self.path} is no history of {model}: choose another file")
         if old is not None:
             if old.model != model:
                 raise DiagnosisError(
@@ -213,8 +215,7 @@ class Journal:
         self._good = self.path.stat().st_size if clean else 0
         self._unsaved: list[Any] = []
         if not clean:
-            self._unsaved = [{"schema": SCHEMA, "model": model}]
-            self._unsaved += [record.to_dict() for record in self.records]
+            self._unsaved = [head, *(record.to_dict() for record in self.records)]
         self._save()
 
     def add(self, record: Record) -> None:
