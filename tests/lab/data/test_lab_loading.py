@@ -1,15 +1,11 @@
 """load: which folder, which parts, which images."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from lab_data_cases import Data
 
 from attncond.lab.data import DataError, find, load
 from attncond.lab.data.loading import NAMES
-from attncond.lab.data.places import data_folder
 
 
 def test_every_seed_shares_the_split():
@@ -46,14 +42,6 @@ def test_files_that_are_not_there_are_told_without_reading(name, tmp_path):
         with pytest.raises(DataError) as loaded:
             load(data, root)
         assert str(found.value) == str(loaded.value)
-
-
-def test_the_folder(monkeypatch):
-    monkeypatch.delenv("ATTNCOND_DATA", raising=False)
-    assert data_folder(None) == Path("data")
-    monkeypatch.setenv("ATTNCOND_DATA", os.path.join("~", "x"))
-    assert data_folder(None) == Path.home() / "x"
-    assert data_folder(Path("y")) == Path("y")
 
 
 def test_unknown_names_get_a_suggestion():
