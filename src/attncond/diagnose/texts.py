@@ -70,7 +70,7 @@ def _read(path: Path) -> str:
         raise DiagnosisError(f"there is no file {path}") from None
     except UnicodeDecodeError as error:
         raise DiagnosisError(
-            f"{path} is not text in UTF-8 (byte {error.start}): --text takes a plain text file"
+            f"{path} is not text in UTF-8 (byte {_wrong(path)}): --text takes a plain text file"
         ) from error
     except OSError as error:
         raise DiagnosisError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -79,6 +79,16 @@ def _read(path: Path) -> str:
     if not text.strip():
         raise DiagnosisError(f"{path} is empty: there is no text in it")
     return text
+
+
+def _wrong(path: Path) -> int:
+    """Where a file ceases to be UTF-8; a decoder that reads in pieces counts from the last one."""
+    with open(path, "rb") as file:
+        try:
+            file.read(4 * _READ).decode()
+        except UnicodeDecodeError as error:
+            return error.start
+    return 0  # it was written to in between
 
 
 def _tokenizer(folder: Path | None) -> Any:

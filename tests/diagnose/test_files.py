@@ -1,0 +1,73 @@
+"""Writing a file in one piece: what was there stays until its successor is whole."""
+
+import os
+import stat
+
+import pytest
+
+from attncond.diagnose.files import write_text
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_text_is_written_as_it_is(tmp_path):
+    path = write_text(tmp_path / "ü.html", "κ\r\nσ\n")
+    assert path.read_bytes() == "κ\r\nσ\n".encode()
+    assert write_text(os.fspath(path), "new") == path
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["ü.html"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions")
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_others_may_read_it_as_any_file_of_the_user(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        path = write_text(tmp_path / "page.html", "x")
+        assert os.umask(mask) == mask  # as it was
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_path_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder: name a file in it"):
+        write_text(tmp_path, "x")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*gone; make it first"):
+        write_text(tmp_path / "gone" / "x.json", "x")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        write_text(tmp_path / "file" / "x.json", "x")
+
+
+def test_a_folder_that_takes_no_files_is_told(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(PermissionError, match=r"takes no new files; choose another"):
+        write_text(tmp_path / "x.json", "x")
+
+
+@pytest.mark.parametrize("place", ["os.fsync", "os.replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyboardInterrupt()], ids=str)
+def test_what_was_there_stays_and_nothing_is_left_behind(tmp_path, monkeypatch, place, error):
+    path = write_text(tmp_path / "page.html", "old")
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(type(error)):
+        write_text(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["page.html"]
+
+
+def test_text_that_has_no_bytes_in_utf_8(tmp_path):
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "x.json", "\ud800")
+    assert names(tmp_path) == []
