@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from attncond._version import __version__
@@ -61,12 +62,14 @@ def inspect_command(
 
 def print_plan(plan: Plan, console: Console) -> None:
     """The sites as a table that folds long paths instead of cutting them."""
-    shown = Table(title=f"{len(plan.sites)} attention sites", title_justify="left")
+    count = len(plan.sites)
+    title = f"{count} attention site" + ("" if count == 1 else "s")
+    shown = Table(title=title, title_justify="left")
     for name in ("path", "class", "kind", "heads", "layout", "heads x head_dim x in"):
         shown.add_column(name, overflow="fold")
     for site in plan.sites:
         shown.add_row(
-            site.path or "(the model)",
+            escape(site.path) or "(the model)",
             site.cls.rsplit(".", 1)[-1],
             site.kind,
             str(site.heads),
