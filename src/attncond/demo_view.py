@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from typing import Any
 
@@ -89,26 +90,31 @@ def figure(demo: Demo) -> bytes:
         loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, columnspacing=1.2
     )
 
+    whens, whiches = ("start", "trained"), ("median", "worst")
+    kinds = [f"kappa_{when}_{which}" for when in whens for which in whiches]
+    known = [row[kind] for row in rows for kind in kinds if math.isfinite(row[kind])]
+    top = 8 * max(known, default=10)
     for place, row in enumerate(rows):
         both = ((-0.2, "start", 0.45), (0.2, "trained", 1.0))
         # Methods that leave the weights alone have no start of their own to show.
         for offset, when, alpha in both if row["own_start"] else ((0.0, "trained", 1.0),):
             median, worst = row[f"kappa_{when}_median"], row[f"kappa_{when}_worst"]
             x = place + offset
-            bars.bar(x, median, 0.36, color=_COLOURS[row["variant"]], alpha=alpha)
-            bars.vlines(x, median, worst, color="black", linewidth=1)
-            bars.plot(x, worst, marker="_", color="black", markersize=9)
+            # What is not finite ends below the upper edge; its number says what it is.
+            low, high = (v if math.isfinite(v) else top / 4 for v in (median, worst))
+            bars.bar(x, low, 0.36, color=_COLOURS[row["variant"]], alpha=alpha)
+            bars.vlines(x, low, high, color="black", linewidth=1)
+            bars.plot(x, high, marker="_", color="black", markersize=9)
             bars.annotate(
                 f"{kappa_text(median)}\n({kappa_text(worst)})",
-                (x, worst),
+                (x, high),
                 xytext=(0, 4),
                 textcoords="offset points",
                 ha="center",
                 fontsize=7,
             )
     bars.set_yscale("log")
-    top = max((row[f"kappa_{w}_worst"] for row in rows for w in ("start", "trained")), default=10)
-    bars.set_ylim(0.8, top * 8)
+    bars.set_ylim(0.8, top)
     names = [row["variant"] + ("" if row["own_start"] else "\nstarts as stock") for row in rows]
     bars.set_xticks(range(len(rows)), names, fontsize=8)
     bars.set_ylabel("κ of the whole projections")
