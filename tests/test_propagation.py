@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attncond import propagation, propagation_study, propagation_view
+from attncond import propagation, propagation_study
 from attncond.propagation import Stack, forward, generator_of
-from attncond.propagation_training import outcome, train
 
 F64 = torch.float64
 PROPERTY = settings(max_examples=40, deadline=None, derandomize=True)
 STACKS = propagation_study.STACKS
-RESULTS = Path(__file__).parents[1] / "results" / "propagation"
 
 stacks = st.sampled_from(STACKS)
 
@@ -172,21 +168,6 @@ def test_gradients_explode_with_the_gap_and_not_without(gap: bool, power: int) -
 # The constants of the figures
 
 
-def test_the_spectral_gap() -> None:
-    t = 300
-    values = [propagation_study.spectra(t, seed)["A"] for seed in range(6)]
-    for sigma in values:
-        assert sigma[0] == pytest.approx(math.sqrt(t), rel=0.01)  # σ₁ = 1
-    # σ₂ = 2/√T; single draws go up to 2.3, for the largest of T² log-normal entries stands out.
-    assert mean(sigma[1] for sigma in values) == pytest.approx(2, abs=0.2)
-
-
-def test_keys_and_queries_have_the_gap_too() -> None:
-    sigma = propagation_study.spectra(150, 0)["A(X)"]
-    assert sigma[0] == pytest.approx(math.sqrt(150), rel=0.03)
-    assert sigma[1] < 0.3 * sigma[0]
-
-
 def test_rank_collapses_in_width() -> None:
     t = 200
     profiles = [propagation.depth_profile(Stack(), t, 2, seed) for seed in range(12)]
@@ -243,142 +224,6 @@ def test_keys_and_queries_without_the_gap_vanish() -> None:
     assert norms[3] < 1e-40
 
 
-# Training
-
-
-def test_what_becomes_of_a_run() -> None:
-    assert outcome([1.0, 0.2], constant=0.25) == "learned"
-    assert outcome([1.0, 0.24], constant=0.25) == "stuck"
-    assert outcome([0.3, 0.31], constant=0.25) == "diverged"
-    assert outcome([1.0, math.inf, 0.1], constant=0.25) == "diverged"
-
-
-def test_runs_side_by_side_are_the_runs_one_by_one() -> None:
-    stack = Stack(remove_gap=True, layer_norm=True, skip=True)
-    settings_ = {"t": 6, "samples": 3, "steps": 4}
-    together = train(stack, 2, rates=[1e-3, 1e-2], seeds=[0, 1], **settings_)
-    for run in together:
-        (alone,) = train(stack, 2, rates=[run["rate"]], seeds=[run["seed"]], **settings_)
-        assert alone["losses"] == pytest.approx(run["losses"], rel=1e-5)
-
-
-@pytest.mark.parametrize("attention", ["A", "A(X)"])
-def test_training_is_plain_adam(attention: str) -> None:
-    stack = Stack(attention, layer_norm=True)
-    (run,) = train(stack, 1, rates=[0.01], seeds=[5], t=5, samples=2, steps=3, target="sigmoid")
-    generator = generator_of(5)
-    x = torch.stack([propagation.orthonormal_tokens(5, 5, generator) for _ in range(2)]).float()
-    drawn = propagation.initial_weights(stack, 1, 5, 5, generator)
-    weights = drawn._replace(
-        **{k: v.float().requires_grad_() for k, v in drawn._asdict().items() if v is not None}
-    )
-    optimizer = torch.optim.Adam([w for w in weights if w is not None], lr=0.01)
-    y, losses = torch.sigmoid(20 * (x + 0.5)), []
-    for _ in range(4):
-        (out,) = forward(stack, weights, x)
-        loss = torch.nn.functional.mse_loss(out, y)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert run["losses"] == pytest.approx(losses, rel=1e-5)
-
-
-def test_a_run_that_diverges_leaves_its_neighbours_alone() -> None:
-    stack = Stack()
-    runs = train(stack, 2, rates=[1e-3, 1e30], seeds=[0], t=6, samples=2, steps=3)
-    assert [r["outcome"] for r in runs][1] == "diverged"
-    assert all(map(math.isfinite, runs[0]["losses"]))
-
-
-def test_removing_the_gap_lets_ten_plain_layers_start_from_a_finite_loss() -> None:
-    losses = {
-        gap: train(Stack(remove_gap=gap), 10, rates=[1e-2], seeds=[0], t=32, samples=4, steps=1)
-        for gap in (False, True)
-    }
-    assert losses[False][0]["losses"][0] > 1e9 * losses[True][0]["losses"][0]
-
-
-# The command and its record
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(propagation_study, "WIDTHS", [10, 20])
-    monkeypatch.setattr(propagation_study, "DEPTHS", [1, 2])
-    measure = propagation_study.measure
-    monkeypatch.setattr(propagation_study, "gradients", _few_gradients(propagation_study.gradients))
-    monkeypatch.setattr(propagation_study, "measure", lambda seeds: measure(seeds, t=12))
-
-
-def _few_gradients(gradients):
-    return lambda stack, t, layer, depth, seeds: gradients(stack, 5, layer, depth, seeds)
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_command_writes_records_and_figures(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    words = "--seeds 1 --train-seeds 1 --tokens 6 --samples 2 --steps 2 --rates 0.001 0.1"
-    with pytest.raises(SystemExit) as end:
-        propagation_study.main([*words.split(), "--out", str(tmp_path)])
-    assert end.value.code == 1  # the constants are those of larger sizes
-    assert "NOT" in capsys.readouterr().out
-    for name in ("measured", "training"):
-        text = (tmp_path / f"{name}.json").read_text(encoding="utf-8")
-        record = json.loads(text)
-        assert record["command"] == f"python -m attncond.propagation {words}"
-        assert str(tmp_path) not in text
-        assert {"attncond", "torch", "python"} <= set(record["versions"])
-    assert {row["runs"] for row in record["summary"]} == {2}
-    names = ["spectra", "stable_rank", "width", "gradients", "training", "training_scaled"]
-    for name in names:
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(tmp_path.glob("*.part"))
-
-
-def test_the_committed_constants_hold() -> None:
-    record = json.loads((RESULTS / "measured.json").read_text(encoding="utf-8"))
-    assert all(row["holds"] for row in record["checks"])
-    for row in record["checks"]:
-        low, high = row["range"]
-        assert low <= row["found"] <= high
-
-
-def test_the_committed_table_is_what_the_runs_say() -> None:
-    record = json.loads((RESULTS / "training.json").read_text(encoding="utf-8"))
-    rows = [
-        {**row, "last_loss": [math.nan if v is None else v for v in row["last_loss"]]}
-        for row in record["rows"]
-    ]
-    found = propagation_study.summary(rows, record["setting"]["constant_loss"])
-    for again, committed in zip(found, record["summary"], strict=True):
-        for key in ("stack", "depth", "learned", "stuck", "diverged", "best_rate"):
-            assert again[key] == committed[key]
-    page = (RESULTS / "README.md").read_text(encoding="utf-8")
-    assert propagation_view.training_table(record) in page
-
-
-def test_diverged_runs_are_null_in_json_and_counted() -> None:
-    rows = [
-        {
-            "value_std": "1",
-            "stack": "A",
-            "depth": 1,
-            "rate": rate,
-            "last_loss": losses,
-            "outcome": outcomes,
-        }
-        for rate, losses, outcomes in (
-            (0.1, [math.nan, 1.0, math.inf], ["diverged", "stuck", "diverged"]),
-            (0.01, [0.1, 0.2, math.nan], ["learned", "learned", "diverged"]),
-        )
-    ]
-    (row,) = propagation_study.summary(rows, constant=0.25)
-    assert (row["learned"], row["stuck"], row["diverged"]) == (2, 1, 3)
-    assert (row["best_rate"], row["best_median_loss"]) == (0.01, 0.2)
-    assert propagation_study._plain([math.nan, math.inf, 1 / 3]) == [None, None, 0.333333]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -396,28 +241,8 @@ def test_diverged_runs_are_null_in_json_and_counted() -> None:
             ),
             "the closed form is for",
         ),
-        (lambda: train(Stack(), 1, rates=[], seeds=[0]), "at least one learning rate"),
-        (lambda: train(Stack(), 1, rates=[0.1], seeds=[0], target="cosine"), "target must be"),
     ],
 )
 def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    "words", ["--seeds 0", "--rates -1", "--only nothing", "--target nothing", "--steps x"]
-)
-def test_bad_options_are_named(words: str, tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit) as end:
-        propagation_study.main([*words.split(), "--out", str(tmp_path)])
-    assert end.value.code == 2
-    assert words.split()[0].removeprefix("--") in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as end:
-        propagation_study.main(["--out", str(tmp_path / "file" / "folder")])
-    assert end.value.code == 2
-    assert "folder" in capsys.readouterr().err
