@@ -178,3 +178,14 @@ def test_threads_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_nothing_to_draw_is_told(tmp_path: Path, capsys) -> None:
+    words = ["--only", "draw", "--out", str(tmp_path)]
+    for content, said in ((None, "neither measured.json nor training.json"), ("{", "is no JSON")):
+        if content is not None:
+            (tmp_path / "measured.json").write_text(content)
+        with pytest.raises(SystemExit) as caught:
+            propagation_study.main(words)
+        assert caught.value.code == 2
+        assert said in capsys.readouterr().err

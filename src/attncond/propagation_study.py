@@ -330,14 +330,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write(trained, {**facts, **compare(*setting, args.target, args.rates)})
     finally:
         torch.set_num_threads(threads)
+    records = {}
+    for file in (measured, trained):
+        if file.exists():
+            try:
+                records[file] = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                parser.error(f"{file} is no JSON ({error}): make it again, without --only draw")
+    if not records:
+        parser.error(f"{args.out} has neither {measured.name} nor {trained.name} to draw")
     failed = 0
-    if measured.exists():
-        record = json.loads(measured.read_text(encoding="utf-8"))
+    if record := records.get(measured):
         propagation_view.draw_measured(record, args.out)
         for row in record["checks"]:
             failed += not row["holds"]
             mark = "ok " if row["holds"] else "NOT"
             print(f"{mark} {row['name']}: {row['found']:.4g}, expected {row['expected']:.4g}")
-    if trained.exists():
-        propagation_view.draw_training(json.loads(trained.read_text(encoding="utf-8")), args.out)
+    if record := records.get(trained):
+        propagation_view.draw_training(record, args.out)
     sys.exit(1 if failed else 0)
