@@ -200,7 +200,7 @@ variants: {tuned: {optim: {betas: [0.9, 0.95]}}, other: {schedule: {epochs: 40}}
     assert list(recipe.variants) == ["baseline", "tuned", "other"]
     assert recipe.tables == load("vit-cifar10").tables
     c = recipe.config("small", "tuned", 0, {"optim.clip": "2.5"})
-    assert (c.optim.lr, c.optim.eps, c.optim.qkv_lr) == (3e-3, 1e-7, 0.35)
+    assert (c.optim.lr, c.optim.eps, c.optim.qkv_lr) == (3e-3, 1e-7, 0.25)
     assert (c.optim.betas, c.optim.clip, c.optim.weight_decay) == ((0.9, 0.95), 2.5, 0.05)
     assert (c.schedule.epochs, recipe.config("small", "other").schedule.epochs) == (30, 40)
     assert recipe.config("paper").optim.eps == 1e-6
