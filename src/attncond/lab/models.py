@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import timm
-from timm.models.davit import DaVit
+from timm.models.davit import DaVit, WindowAttention
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
@@ -86,6 +86,10 @@ def _davit_small32(*, img_size: int, **kwargs: Any) -> nn.Module:
     own = {"embed_dims": (64, 128, 256), "depths": (1, 3, 1), **_STAGES}
     model = DaVit(**{**own, **kwargs})
     model.stem.conv.stride = model.stem.stride = (2, 2)
+    for module in model.modules():
+        if isinstance(module, WindowAttention):
+            # Fused kernels are made for longer rows than the 16 keys of a window.
+            module.fused_attn = False
     made: nn.Module = model
     return made
 
