@@ -119,6 +119,29 @@ def causal_errors(case, dtype: torch.dtype, device: str) -> list[float]:
     return errors(lambda *x: running.attend(*x, scale=0.3), right, inputs, dtype)
 
 
+def compiled_for_hopper(kernel, constants: dict[str, object], warps: int, stages: int) -> str:
+    """The PTX of a kernel for half-precision tensors; needs no card."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    wide = {"mean", "norm", "ratio"}
+    tensors = wide | {"q", "k", "v", "x", "g", "out", "grad", "dq", "dk", "dv"}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else ("*fp32" if name in wide else "*bf16")
+        if name in tensors
+        else "i32"
+        for name in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, constexprs=constants)
+    options = {"num_warps": warps, "num_stages": stages}
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    text: str = found.asm["ptx"]
+    return text
+
+
 def main() -> None:
     import torch.library
 
