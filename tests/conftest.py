@@ -1,9 +1,15 @@
 """Shared by all tests; its presence puts this folder on the path, for cases.py and oracle.py."""
 
+import signal
+import threading
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# Shells start background jobs with Ctrl-C ignored, which all processes below would inherit.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
