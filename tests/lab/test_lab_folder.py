@@ -42,6 +42,8 @@ def test_the_configuration_stays(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
     with pytest.raises(RunError, match=r"data.augment.crop was 0 and is 2; optim.clip was null"):
         files.claim(config(data__augment__crop=2, optim__clip=1.0), resume=True)
+    files.claim(config(train__checkpoint_every=7, data__workers=3), resume=True)  # no matter
+    assert (tmp_path / "config.json").read_bytes() == before
     files.claim(config(optim__clip=1.0), resume=False)
     assert json.loads((tmp_path / "config.json").read_text())["optim"]["clip"] == 1.0
 

@@ -22,6 +22,8 @@ __all__ = ["Interrupted", "Result", "RunError", "RunFolder", "dumps", "plain", "
 
 _OWN = ("metrics.jsonl", "history.jsonl", "result.json", "model.safetensors", "config.json")
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
+# What may change when a run goes on: nothing that is computed depends on it.
+_FREE = ("train.checkpoint_every", "data.workers")
 
 
 class RunError(ConditioningError):
@@ -191,6 +193,8 @@ def plain(value: Any) -> Any:
 
 
 def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    if key in _FREE:
+        return
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(n for n in new if n not in old)]:
             inner = f"{key}.{name}" if key else name

@@ -1,0 +1,100 @@
+"""The runs behind docs/results.md, stage by stage, as long as the time lasts.
+
+    python benchmarks/lab_runs.py rates main --data DIR --jobs 7 --time-limit 560
+    python benchmarks/lab_runs.py why --form smoke --out /tmp/runs     # to see that it runs
+
+What is finished is skipped and what was stopped goes on, so that the same command again continues.
+Stages that choose leave the test set unread. `attncond lab run` makes any single one of these runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from attncond.lab.run import MARGIN, Planned, plan, run_many
+
+ALL = ("davit", "xcit", "swin", "deit", "vit")
+Part = tuple[Sequence[str], Sequence[str], Sequence[int]]  # architectures, variants, seeds
+
+# Costly architectures first, so that none of them is left alone at the end.
+CHOOSE: dict[str, list[Part]] = {
+    # Rates of the stock model.
+    "rates": [
+        (ALL, ["tuned-0.1", "tuned-0.25", "tuned-0.5"], [0]),
+        (["xcit"], ["tuned-2"], [0]),
+    ],
+    # Strength, scope and roles of the correction.
+    "explore": [
+        (["swin"], ["spectral-1.5", "spectral-1.25"], [0, 1]),
+        (["swin"], ["spectral-tuned-0.5", "spectral-qk", "spectral-v", "spectral-head"], [0]),
+        (["davit"], ["spectral-1.5", "spectral-1.25", "spectral-qk", "spectral-v"], [0]),
+        (["xcit"], ["spectral-tuned-2", "spectral-qk", "spectral-v"], [0]),
+        (["vit"], ["spectral-qk", "spectral-v", "spectral-head"], [0]),
+        (["deit", "vit"], ["spectral-1.5"], [0]),
+    ],
+}
+TEST: dict[str, list[Part]] = {
+    "main": [
+        (["davit", "deit", "vit"], ["baseline", "tuned-0.25", "spectral"], range(5)),
+        (["xcit"], ["baseline", "spectral"], range(5)),
+        (["swin"], ["baseline", "tuned-0.1", "spectral"], range(5)),
+    ],
+    **{
+        name: [(ALL, [name], range(3))]
+        for name in ("paper", "gap", "precondition", "polar", "spectral+gap")
+    },
+    "why": [(["vit"], ["folded", "folded-tuned", "mimetic", "mimetic-tuned"], range(3))],
+}
+LAMBDA = [
+    *("lambda-0.1", "lambda-0.5", "lambda-1", "lambda-4", "lambda-10", "baseline", "tuned"),
+    *("norm-lambda-0.1", "norm-lambda-0.5", "norm-lambda-1", "norm-lambda-4", "norm-lambda-10"),
+    *("norm-kappa-1.25", "norm-kappa-2", "kappa-2"),
+]
+OTHERS: dict[str, tuple[str, Sequence[str], Sequence[int]]] = {
+    "lambda": ("vit-lambda", LAMBDA, range(2)),
+    "tiny": ("vit-tinyimagenet", ["baseline", "tuned", "spectral"], range(3)),
+}
+STAGES = [*CHOOSE, *TEST, *OTHERS]
+
+
+def runs(stage: str, form: str, out: Path) -> Iterator[Planned]:
+    """What belongs to a stage."""
+    if stage in OTHERS:
+        recipe, variants, seeds = OTHERS[stage]
+        yield from plan([recipe], out, form=form, variants=variants, seeds=seeds)
+        return
+    for architectures, variants, seeds in (CHOOSE | TEST)[stage]:
+        names = [f"{name}-cifar10" for name in architectures]
+        yield from plan(names, out, form=form, variants=variants, seeds=seeds)
+
+
+def main() -> int:
+    """Stage after stage."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "stages", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES)
+    )
+    parser.add_argument("--form", default="small")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--time-limit", type=float, default=float("inf"))
+    args = parser.parse_args()
+    end = time.time() + args.time_limit - MARGIN
+    bad = 0
+    for stage in args.stages:
+        todo = list(runs(stage, args.form, args.out))
+        print(f"{stage}: {len(todo)} runs", flush=True)
+        found = run_many(
+            todo, jobs=args.jobs, data=args.data, test=stage not in CHOOSE, deadline=end
+        )
+        bad += sum(outcome.state in ("failed", "stopped") for outcome in found)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
