@@ -160,6 +160,12 @@ class Setting:
         stock = [self.baseline] if rates and self.baseline else []
         return max([*stock, *rates], key=_on_validation, default=None)
 
+    @property
+    def references(self) -> list[Group]:
+        """Baseline and tuned baseline, as far as there are two."""
+        both = [self.baseline, None if self.tuned is self.baseline else self.tuned]
+        return [g for g in both if g is not None]
+
     def versus(self, group: Group, reference: Group | None) -> Difference | None:
         """Welch's test; a p-value only where every seed came through, on both sides.
 

@@ -134,10 +134,9 @@ def _lambda(study: Study, variant: str | None) -> Any:
                     x, y, yerr=spread, color=colour, marker=marker, markersize=5, linewidth=1.6,
                     capsize=2.5, label=text,
                 )  # fmt: skip
-        tuned = None if setting.tuned is setting.baseline else setting.tuned
-        for g, style in ((setting.baseline, "--"), (tuned, ":")):
-            if g is not None and values(g):
-                mean = _mean(values(g), ratio)
+        for g in setting.references:
+            if values(g):
+                mean, style = _mean(values(g), ratio), "--" if g.is_baseline else ":"
                 ax.axhline(mean, color=GREY, linestyle=style, linewidth=1.4, label=g.label)
         ax.set(xscale="log", xlabel=r"λ / $\sigma_{\max}$ at the start", ylabel=label)
         if ratio:

@@ -67,11 +67,9 @@ def _lambda(study: Study, runs: Sequence[Run]) -> Table:
         by_hand = [g for _, g in sweep if g.spectral and g.spectral.lam is not None]
         if all(_is_paper(g) for g in by_hand):
             continue
-        tuned = None if setting.tuned is setting.baseline else setting.tuned
-        for g in (setting.baseline, tuned):
-            if g is not None:
-                lead = {"model": setting.architecture, "variant": g.label, "λ": "", "λ/σ_max": ""}
-                lines.append(Line(lead, None, setting, g))
+        for g in setting.references:
+            lead = {"model": setting.architecture, "variant": g.label, "λ": "", "λ/σ_max": ""}
+            lines.append(Line(lead, None, setting, g))
         for ratio, g in sorted(sweep, key=lambda pair: (_kept(pair[1]), pair[0] or 0.0)):
             method = g.spectral
             assert method is not None

@@ -37,14 +37,14 @@ def image_folders(root: Path) -> list[Path]:
 
 def read_folders(root: Path) -> tuple[Files, Files, list[str]]:
     """Training and test files, and the names of the classes in the order of their labels."""
-    image_folders(root)
-    classes = _classes(root / "train")
+    train, val = image_folders(root)
+    classes = _classes(train)
     if len(classes) < 2:
         raise DataError(
-            f"{root / 'train'} has {len(classes)} folders; at least two classes are needed, each "
+            f"{train} has {len(classes)} folders; at least two classes are needed, each "
             f"in a folder of its own. {_HOW}"
         )
-    other = _classes(root / "val")
+    other = _classes(val)
     if other != classes:
         odd = sorted(set(classes) ^ set(other))
         where = "val" if odd[0] in other else "train"
@@ -52,7 +52,7 @@ def read_folders(root: Path) -> tuple[Files, Files, list[str]]:
             f"{root}: train has {len(classes)} classes and val {len(other)}; {odd[0]} is in "
             f"{where} alone. {_HOW}"
         )
-    return _files(root / "train", classes), _files(root / "val", classes), classes
+    return _files(train, classes), _files(val, classes), classes
 
 
 def folder_note(root: Path, classes: int, train: int, test: int) -> str:
