@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -79,7 +80,7 @@ def test_json_is_all_there_is_on_stdout(models: Path) -> None:
 
 def test_a_terminal_gets_a_table(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.insert(0, str(models))
-    import their_models  # type: ignore[import-not-found]
+    their_models = importlib.import_module("their_models")
 
     print_plan(attncond.inspect(their_models.odd()), Console(width=200))
     shown = capsys.readouterr().out

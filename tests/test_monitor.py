@@ -17,6 +17,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cases import CASE, CASES
+from full_disk import Full
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -433,23 +434,6 @@ def test_a_full_disk_is_survived_and_made_up_for(tmp_path, monkeypatch):
     monitor = ac.Monitor(encoder(), every=1, log=path, patience=math.inf)
     monitor.flush()
     opened = open
-
-    class Full:
-        def __init__(self, file):
-            self.file = file
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, text):
-            self.file.write(text[:50])
-            raise OSError(28, "No space left on device")
 
     import attncond.monitor.history as module
 

@@ -5,6 +5,7 @@ import math
 import sys
 
 import pytest
+from full_disk import Full
 
 from attncond.errors import DiagnosisError
 from attncond.monitor import history as module
@@ -151,23 +152,6 @@ def test_a_first_line_that_was_cut_short_is_begun_anew(journal, path, length):
 
 def test_what_could_not_be_written_comes_with_the_next(journal, path, monkeypatch):
     opened = open
-
-    class Full:
-        """A disk with room for 50 bytes more."""
-
-        def __init__(self, file):
-            self.file = file
-            self.seek, self.truncate = file.seek, file.truncate
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, text):
-            self.file.write(text[:50])
-            raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "open", lambda *a: Full(opened(*a)), raising=False)
     for step in (3, 4):
