@@ -24,15 +24,17 @@ Part = tuple[Sequence[str], Sequence[str], Sequence[int]]  # architectures, vari
 CHOOSE: dict[str, list[Part]] = {
     # Rates of the stock model.
     "rates": [
-        (ALL, ["tuned-0.1", "tuned-0.25", "tuned-0.5"], [0]),
-        (["xcit"], ["tuned-2"], [0]),
+        (["xcit"], ["tuned-0.25", "tuned-0.5", "tuned-2"], [0]),
+        (["davit", "deit", "vit"], ["tuned-0.1", "tuned-0.25", "tuned-0.5"], [0]),
+        (["swin"], ["tuned-0.05", "tuned-0.1", "tuned-0.25", "tuned-0.5"], [0]),
     ],
     # Strength, scope and roles of the correction.
     "explore": [
         (["swin"], ["spectral-1.5", "spectral-1.25"], [0, 1]),
         (["swin"], ["spectral-tuned-0.5", "spectral-qk", "spectral-v", "spectral-head"], [0]),
         (["davit"], ["spectral-1.5", "spectral-1.25", "spectral-qk", "spectral-v"], [0]),
-        (["xcit"], ["spectral-tuned-2", "spectral-qk", "spectral-v"], [0]),
+        (["davit"], ["spectral-head"], [0]),
+        (["xcit"], ["spectral-tuned-2", "spectral-3", "spectral-qk", "spectral-v"], [0]),
         (["vit"], ["spectral-qk", "spectral-v", "spectral-head"], [0]),
         (["deit", "vit"], ["spectral-1.5"], [0]),
     ],
