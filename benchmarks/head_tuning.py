@@ -32,9 +32,10 @@ FORWARD = [
 ]
 # (keys, warps, stages)
 BACKWARD = [(64, 8, 1), (64, 8, 2), (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 16, 1), (128, 8, 1)]
-# (rows, channels, warps)
-RUNNING = [(64, 32, 2), (64, 64, 4), (128, 32, 4), (128, 16, 4), (128, 32, 8), (256, 16, 4)]
-RUNNING += [(256, 32, 8), (64, 16, 1), (32, 64, 2)]
+# (rows, channels, warps, stages)
+RUNNING = [(64, 64, 4, n) for n in (1, 2, 3, 4)] + [(64, 32, 4, n) for n in (1, 2, 3, 4)]
+RUNNING += [(128, 32, 4, 2), (128, 32, 4, 3), (128, 64, 8, 2), (32, 64, 4, 3), (64, 32, 2, 3)]
+RUNNING += [(64, 16, 4, 3), (128, 16, 4, 3)]
 
 
 def heads(batch: int, tokens: int, count: int = 12, channels: int = 64) -> list[Tensor]:

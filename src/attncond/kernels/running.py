@@ -24,8 +24,8 @@ from torch.library import triton_op, wrap_triton
 
 from attncond.kernels.layout import dense, empty_heads, strides
 
-# Rows and channels at a time, warps; the fastest on an H200 (benchmarks/head_tuning.py).
-TILE = (128, 16, 4)
+# Rows and channels at a time, warps, stages; the fastest on an H200 (benchmarks/head_tuning.py).
+TILE = (64, 64, 4, 3)
 
 # cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -42,14 +42,17 @@ def _add_mean(x, v, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
     x += b * xb + h * xh
     v += b * vb + h * vh
     out += b * rb + h * rh
-    before = tl.zeros([C], dtype=tl.float32)
+    local = tl.arange(0, B)
+    before = tl.zeros([B, C], dtype=tl.float32)  # the same in all rows
     for start in range(0, rows, B):
-        row = start + tl.arange(0, B)
+        row = start + local
         inside = row[:, None] < rows
         tile = tl.load(v + row[:, None] * vn + channel[None, :], mask=inside, other=0.0)
-        tile = tile.to(tl.float32)
-        mean = (tl.cumsum(tile, 0) + before[None, :]) / (row + 1).to(tl.float32)[:, None]
-        before += tl.sum(tile, 0)
+        # Products with ones in half precision, added up in float32, are exact sums, and no scan.
+        until = (local[:, None] >= local[None, :]).to(tile.dtype)
+        mean = tl.dot(until, tile, before, input_precision="ieee")
+        mean /= (row + 1).to(tl.float32)[:, None]
+        before = tl.dot(tl.full([B, B], 1.0, tile.dtype), tile, before, input_precision="ieee")
         y = tl.load(x + row[:, None] * xn + channel[None, :], mask=inside, other=0.0)
         y = y.to(tl.float32) + SIGN * mean
         tl.store(
@@ -67,16 +70,21 @@ def _less_later(x, g, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
     x += b * xb + h * xh
     g += b * gb + h * gh
     out += b * rb + h * rh
-    after = tl.zeros([C], dtype=tl.float32)
+    local = tl.arange(0, B)
+    after = tl.zeros([B, C], dtype=tl.float32)
     blocks = (rows + B - 1) // B
     for step in range(0, blocks):
-        row = (blocks - 1 - step) * B + tl.arange(0, B)
+        first = (blocks - 1 - step) * B
+        row = first + local
         inside = row[:, None] < rows
         tile = tl.load(g + row[:, None] * gn + channel[None, :], mask=inside, other=0.0)
-        tile = tile.to(tl.float32) / (row + 1).to(tl.float32)[:, None]
-        total = tl.sum(tile, 0)
-        later = total[None, :] - tl.cumsum(tile, 0) + tile + after[None, :]
-        after += total
+        # Weights beside one, so that half precision holds the products.
+        whole = (first + 1).to(tl.float32)
+        tile = (tile.to(tl.float32) * (whole / (row + 1).to(tl.float32))[:, None]).to(tile.dtype)
+        since = (local[:, None] <= local[None, :]).to(tile.dtype)
+        later = tl.dot(since, tile, input_precision="ieee") / whole + after
+        total = tl.dot(tl.full([B, B], 1.0, tile.dtype), tile, input_precision="ieee")
+        after += total / whole
         y = tl.load(x + row[:, None] * xn + channel[None, :], mask=inside, other=0.0)
         y = y.to(tl.float32) - later
         tl.store(
@@ -88,11 +96,11 @@ def _pass(kernel: Any, x: Tensor, other: Tensor, **options: Any) -> Tensor:
     """One of the two kernels over all heads: x and what it says to add to it."""
     batch, heads, rows, channels = x.shape
     result = empty_heads(x)
-    block, width, warps = TILE
+    block, width, warps, stages = TILE
     width = min(width, channels)
     wrap_triton(kernel)[(batch * heads, channels // width)](
         *(x, other, result, heads, rows, *strides(x, other, result)),
-        **{"B": block, "C": width, "num_warps": warps, **options},
+        **{"B": block, "C": width, "num_warps": warps, "num_stages": stages, **options},
     )
     return result
 
