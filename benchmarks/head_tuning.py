@@ -32,10 +32,10 @@ FORWARD = [
 ]
 # (keys, warps, stages)
 BACKWARD = [(64, 8, 1), (64, 8, 2), (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 16, 1), (128, 8, 1)]
-# (rows, channels, warps, stages)
-RUNNING = [(64, 64, 4, n) for n in (1, 2, 3, 4)] + [(64, 32, 4, n) for n in (1, 2, 3, 4)]
-RUNNING += [(128, 32, 4, 2), (128, 32, 4, 3), (128, 64, 8, 2), (32, 64, 4, 3), (64, 32, 2, 3)]
-RUNNING += [(64, 16, 4, 3), (128, 16, 4, 3)]
+# (rows, channels, warps, stages, programs a head)
+RUNNING = [(64, 32, 4, 3, n) for n in (1, 2, 4)] + [(64, 64, 4, 3, n) for n in (1, 2, 4)]
+RUNNING += [(64, 32, 4, 4, 2), (64, 32, 2, 3, 2), (64, 16, 4, 3, 1), (64, 16, 2, 3, 2)]
+RUNNING += [(32, 64, 4, 3, 2), (32, 64, 2, 4, 4), (128, 32, 4, 3, 2), (128, 32, 8, 3, 2)]
 
 
 def heads(batch: int, tokens: int, count: int = 12, channels: int = 64) -> list[Tensor]:
@@ -160,8 +160,8 @@ def tune_running(record: Callable[[str, Callable[[], Any]], None]) -> None:
         record(
             f"running {running.TILE}",
             lambda: times(
-                lambda: running._pass(running._add_mean, o, x, SIGN=-1.0),
-                lambda: running._pass(running._less_later, o, g),
+                lambda: running._pass(running._add_mean, o, x, into=o, SIGN=-1.0),
+                lambda: running._pass(running._less_later, o, g, into=o),
             ),
         )
 

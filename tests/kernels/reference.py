@@ -21,6 +21,7 @@ SHORT = [(2, 3, 37, 37, 16), (1, 2, 5, 70, 32), (1, 1, 130, 100, 64), (32, 2, 1,
 SHORT += [(1, 1, 64, 64, 32), (1, 1, 197, 197, 64), (1, 1, 256, 256, 16), (2, 1, 3, 129, 64)]
 FORMS = [(gap, rows, fixed) for gap in (0, 1) for rows, fixed in ((0, 0), (1, 0), (1, 1))]
 RUNNING = [(2, 3, 37, 16), (1, 2, 200, 32), (1, 1, 64, 64), (1, 1, 65, 128), (1, 1, 1, 16)]
+PARTS = (1, 2, 3)  # programs that share the rows of a head
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, gap: int, rows: int, fixed: int):
@@ -87,10 +88,11 @@ def _short(call, case, form, dtype: torch.dtype, device: str) -> list[float]:
     return errors(call, lambda *x: attention(*x, 0.3, *form), inputs, dtype)
 
 
-def running_errors(case, dtype: torch.dtype, device: str) -> list[float]:
+def running_errors(case, parts: int, dtype: torch.dtype, device: str) -> list[float]:
     """Of the two passes beside attention: outputs less the mean, and what adds to dV."""
     import attncond.kernels.running as running
 
+    running.TILE = (*running.TILE[:-1], parts)
     torch.manual_seed(math.prod(case))
     o, v, grad = (heads(*case, device).to(dtype) for _ in range(3))
     v = v + 3.0
@@ -99,7 +101,9 @@ def running_errors(case, dtype: torch.dtype, device: str) -> list[float]:
     (later,) = torch.autograd.grad(right, wide, grad.double())
     less = running._pass(running._add_mean, o, v, SIGN=-1.0)
     back = running._pass(running._add_mean, less, v, SIGN=1.0)
-    added = running._pass(running._less_later, o, grad)
+    place = o.clone()
+    added = running._pass(running._less_later, place, grad, into=place)
+    assert added is place
     pairs = ((less, right), (back, o), (added, o + later))
     return [((a.double() - b).norm() / b.norm().clamp_min(1)).item() for a, b in pairs]
 
@@ -151,7 +155,8 @@ def main() -> None:
         for form in FORMS:
             found[f"short {case} {form}"] = short_errors(case, form, torch.float32, "cpu")
     for case in RUNNING:
-        found[f"running {case}"] = running_errors(case, torch.float32, "cpu")
+        for parts in PARTS:
+            found[f"running {case} {parts}"] = running_errors(case, parts, torch.float32, "cpu")
     json.dump(found, sys.stdout)
 
 

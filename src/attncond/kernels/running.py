@@ -24,17 +24,31 @@ from torch.library import triton_op, wrap_triton
 
 from attncond.kernels.layout import dense, empty_heads, strides
 
-# Rows and channels at a time, warps, stages; the fastest on an H200 (benchmarks/head_tuning.py).
-TILE = (64, 64, 4, 3)
+# Rows and channels at a time, warps, stages, and programs that share the rows of a head: the
+# fastest on an H200 (benchmarks/head_tuning.py).
+TILE = (64, 32, 4, 3, 1)
 
 # cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
+# Sums over rows are products with ones, which are exact in half precision: a scan takes longer than
+# to load and store. Each program sums the rows before (or after) its own once more, as others write
+# nothing that it could wait for.
+
+
+@triton.jit
+def _tile(x, row, channel, rows, stride):
+    return tl.load(
+        x + row[:, None] * stride + channel[None, :], mask=row[:, None] < rows, other=0.0
+    )
+
+
 @triton.jit
 def _add_mean(x, v, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
-              B: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):  # fmt: skip
+              B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+              SIGN: tl.constexpr):  # fmt: skip
     """out_i = x_i ± (v_1 + ... + v_i)/i for some channels of one head, B rows at a time."""
     head = tl.program_id(0)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -42,27 +56,41 @@ def _add_mean(x, v, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
     x += b * xb + h * xh
     v += b * vb + h * vh
     out += b * rb + h * rh
+    part = tl.cdiv(tl.cdiv(rows, B), PARTS) * B
+    first = tl.program_id(2) * part
     local = tl.arange(0, B)
+    ones = tl.full([B, B], 1.0, v.dtype.element_ty)
+    until = (local[:, None] >= local[None, :]).to(v.dtype.element_ty)
     before = tl.zeros([B, C], dtype=tl.float32)  # the same in all rows
-    for start in range(0, rows, B):
+    for start in range(0, first, B):
+        tile = _tile(v, start + local, channel, rows, vn)
+        before = tl.dot(ones, tile, before, input_precision="ieee")
+    for start in range(first, min(first + part, rows), B):
         row = start + local
-        inside = row[:, None] < rows
-        tile = tl.load(v + row[:, None] * vn + channel[None, :], mask=inside, other=0.0)
-        # Products with ones in half precision, added up in float32, are exact sums, and no scan.
-        until = (local[:, None] >= local[None, :]).to(tile.dtype)
+        tile = _tile(v, row, channel, rows, vn)
         mean = tl.dot(until, tile, before, input_precision="ieee")
         mean /= (row + 1).to(tl.float32)[:, None]
-        before = tl.dot(tl.full([B, B], 1.0, tile.dtype), tile, before, input_precision="ieee")
-        y = tl.load(x + row[:, None] * xn + channel[None, :], mask=inside, other=0.0)
-        y = y.to(tl.float32) + SIGN * mean
+        before = tl.dot(ones, tile, before, input_precision="ieee")
+        y = _tile(x, row, channel, rows, xn).to(tl.float32) + SIGN * mean
         tl.store(
-            out + row[:, None] * rn + channel[None, :], y.to(out.dtype.element_ty), mask=inside
+            out + row[:, None] * rn + channel[None, :],
+            y.to(out.dtype.element_ty),
+            mask=row[:, None] < rows,
         )
 
 
 @triton.jit
+def _shares(g, start, channel, rows, stride, B: tl.constexpr):
+    """g_i·start/i of B rows: weights beside one, so that half precision holds the products."""
+    row = start + tl.arange(0, B)
+    weight = (start + 1.0) / (row + 1).to(tl.float32)
+    tile = _tile(g, row, channel, rows, stride)
+    return (tile.to(tl.float32) * weight[:, None]).to(tile.dtype)
+
+
+@triton.jit
 def _less_later(x, g, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
-                B: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...), from the last rows to the first."""
     head = tl.program_id(0)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -70,37 +98,39 @@ def _less_later(x, g, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
     x += b * xb + h * xh
     g += b * gb + h * gh
     out += b * rb + h * rh
+    part = tl.cdiv(tl.cdiv(rows, B), PARTS) * B
+    first = tl.program_id(2) * part
+    last = min(first + part, tl.cdiv(rows, B) * B)
     local = tl.arange(0, B)
+    ones = tl.full([B, B], 1.0, g.dtype.element_ty)
+    since = (local[:, None] <= local[None, :]).to(g.dtype.element_ty)
     after = tl.zeros([B, C], dtype=tl.float32)
-    blocks = (rows + B - 1) // B
-    for step in range(0, blocks):
-        first = (blocks - 1 - step) * B
-        row = first + local
-        inside = row[:, None] < rows
-        tile = tl.load(g + row[:, None] * gn + channel[None, :], mask=inside, other=0.0)
-        # Weights beside one, so that half precision holds the products.
-        whole = (first + 1).to(tl.float32)
-        tile = (tile.to(tl.float32) * (whole / (row + 1).to(tl.float32))[:, None]).to(tile.dtype)
-        since = (local[:, None] <= local[None, :]).to(tile.dtype)
-        later = tl.dot(since, tile, input_precision="ieee") / whole + after
-        total = tl.dot(tl.full([B, B], 1.0, tile.dtype), tile, input_precision="ieee")
-        after += total / whole
-        y = tl.load(x + row[:, None] * xn + channel[None, :], mask=inside, other=0.0)
-        y = y.to(tl.float32) - later
+    for start in range(last, rows, B):
+        tile = _shares(g, start, channel, rows, gn, B)
+        after += tl.dot(ones, tile, input_precision="ieee") / (start + 1.0)
+    for step in range(first, last, B):
+        start = first + last - B - step
+        row = start + local
+        tile = _shares(g, start, channel, rows, gn, B)
+        later = tl.dot(since, tile, input_precision="ieee") / (start + 1.0) + after
+        after += tl.dot(ones, tile, input_precision="ieee") / (start + 1.0)
+        y = _tile(x, row, channel, rows, xn).to(tl.float32) - later
         tl.store(
-            out + row[:, None] * rn + channel[None, :], y.to(out.dtype.element_ty), mask=inside
+            out + row[:, None] * rn + channel[None, :],
+            y.to(out.dtype.element_ty),
+            mask=row[:, None] < rows,
         )
 
 
-def _pass(kernel: Any, x: Tensor, other: Tensor, **options: Any) -> Tensor:
+def _pass(kernel: Any, x: Tensor, other: Tensor, into: Tensor | None = None, **more: Any) -> Tensor:
     """One of the two kernels over all heads: x and what it says to add to it."""
     batch, heads, rows, channels = x.shape
-    result = empty_heads(x)
-    block, width, warps, stages = TILE
+    result = empty_heads(x) if into is None else into
+    block, width, warps, stages, parts = TILE
     width = min(width, channels)
-    wrap_triton(kernel)[(batch * heads, channels // width)](
-        *(x, other, result, heads, rows, *strides(x, other, result)),
-        **{"B": block, "C": width, "num_warps": warps, "num_stages": stages, **options},
+    options = {"B": block, "C": width, "PARTS": parts, "num_warps": warps, "num_stages": stages}
+    wrap_triton(kernel)[(batch * heads, channels // width, parts)](
+        *(x, other, result, heads, rows, *strides(x, other, result)), **options, **more
     )
     return result
 
@@ -110,8 +140,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = _cudnn(query, key, value, None, True, 0.0, True, False, scale=scale)
-    output, logsumexp, seed, offset = found[0], found[1], found[6], found[7]
-    return _pass(_add_mean, dense(output), value, SIGN=-1.0), logsumexp, seed, offset
+    output, logsumexp, seed, offset = dense(found[0]), found[1], found[6], found[7]
+    return _pass(_add_mean, output, value, into=output, SIGN=-1.0), logsumexp, seed, offset
 
 
 @triton_op("attncond::causal_attention_backward", mutates_args={})
@@ -132,7 +162,8 @@ def _attend_backward(
         *(None, None, None, query.shape[2], key.shape[2], 0.0, True),
         scale=scale,
     )
-    return dq, dk, _pass(_less_later, dense(dv), grad)
+    dv = dense(dv)
+    return dq, dk, _pass(_less_later, dv, grad, into=dv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
