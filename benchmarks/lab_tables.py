@@ -86,6 +86,36 @@ def _costs(runs: Sequence[Run], folder: Path) -> str:
     return "\n\n".join([f"`{record['command']}`:", record["memory"], record["flops"]])
 
 
+STEP = "python benchmarks/step_time.py --model {} --graphs --variants stock_again identity gap"
+STEPS = {
+    "stock_again": "stock, again",
+    "identity": "Spectral()",
+    "polar_every_10": "polar, refresh_every=10",
+    "gap": "RemoveGap()",
+    "precondition": "Precondition()",
+}
+
+
+def _steps(runs: Sequence[Run], folder: Path) -> str:
+    """Step times of models alone on a card: runs that share one have none."""
+    rows: list[tuple[str, ...]] = []
+    commands: set[str] = set()
+    for file in sorted((folder.parent / "benchmarks").glob("step_time_*_small32.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        model = record["settings"]["model"]
+        commands.add(record["command"].replace(model, "MODEL"))
+        for name, label in STEPS.items():
+            if (row := record["variants"].get(name)) is not None:
+                spread = f"{row['ratio_min']:.3f} to {row['ratio_max']:.3f}"
+                memory = f"{row['peak_memory_ratio']:.3f}"
+                rows.append((model, label, f"{row['ratio']:.3f}", spread, memory))
+    if not rows:
+        return f"Not measured yet: `{STEP.format('vit_small32')}`."
+    columns = ("model", "variant", "step time / stock", "least to most", "peak memory / stock")
+    shown = Table("A training step beside the stock model's", columns, tuple(rows))
+    return "\n\n".join([*(f"`{command}`:" for command in sorted(commands)), shown.to_markdown()])
+
+
 def _pictures(names: Sequence[str], folder: Path) -> list[str]:
     files = {name: folder / f"figure-{name}.png" for name in names}
     return [f"![Figure {n}](../results/lab/{f.name})" for n, f in files.items() if f.exists()]
@@ -129,6 +159,7 @@ SECTIONS: dict[str, Section] = {
         "7", CALL.format("theorems", 3), _on("cifar10"), _method("paper-svd", "polar")
     ),
     "costs": _costs,
+    "steps": _steps,
     "epochs": _section(
         "pre2", CALL.format("epochs-to-baseline", 5), _on("cifar10"), pictures=["pre2"]
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -112,6 +113,11 @@ def test_every_section_is_filled_from_runs(lab_tables, tmp_path: Path) -> None:
     (lab / "all.json").write_text(dumps(collect(runs, "attncond lab collect")))
     for name in ("lambda", "2"):
         (lab / f"figure-{name}.png").touch()
+    times = {"ratio": 1.0004, "ratio_min": 0.98, "ratio_max": 1.02, "peak_memory_ratio": 1.005}
+    timed = {"command": "python step_time.py", "settings": {"model": "vit_small32"}}
+    steps = tmp_path / "benchmarks" / "step_time_vit_small32.json"
+    steps.parent.mkdir()
+    steps.write_text(json.dumps({**timed, "variants": {"identity": times}}))
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     text = lab_tables.render(page, lab_tables.committed(lab), lab)
     assert "No runs are committed" not in text
@@ -127,6 +133,7 @@ def test_every_section_is_filled_from_runs(lab_tables, tmp_path: Path) -> None:
     assert "figure-lambda.png" in parts["lambda"]
     assert "no LayerNorm" in parts["layernorm"]
     assert "paper-svd" in parts["theorems"]
+    assert "| Spectral() | 1.000 | 0.980 to 1.020 | 1.005 |" in parts["steps"]
     assert "fewer epochs" in parts["epochs"]
     assert "figure-2.png" in parts["spectra"]
     assert lab_tables.render(text, lab_tables.committed(lab), lab) == text
