@@ -37,6 +37,7 @@ from attncond.calls import (
     OBSERVERS,
     PRODUCTS,
     RESHAPES,
+    SOFTMAXES,
     FusedAttention,
     TorchCall,
     find,
@@ -125,13 +126,13 @@ class Interception(TorchFunctionMode):
                 return _multi_head_attention_forward(*call.args, **call.kwargs)
         if call.name == "scaled_dot_product_attention":
             return self._fused(FusedAttention(call.func, *call.args, **call.kwargs))
-        name, args, operands = call.name, call.args, call.operands()
+        name, operands = call.name, call.operands()
         if name in CASTS or name in RESHAPES:
             operands = operands[:1]  # value.type_as(matrix) makes no matrix of the value
         if (matrix := find(self.matrices, operands)) is not None:
             return self._use_matrix(matrix, call)
         logits = find(self.logits, operands)
-        if logits is not None and name == "softmax" and args and args[0] is logits.tensor:
+        if logits is not None and name in SOFTMAXES and operands[0] is logits.tensor:
             return self._softmax(logits, call)
         result = call.run()
         if name in PRODUCTS:
@@ -170,7 +171,7 @@ class Interception(TorchFunctionMode):
             )
         visible = seen = mean = None
         if mask is not None:
-            visible = _visible(mask, self.hidden)
+            visible = _visible(mask, self.hidden, attention.key.shape[-2])
             seen = visible.any(-1, keepdim=True)
             # Kernels disagree on a row that sees nothing (NaN, zeros, the mean of all values), and
             # its gradient may be NaN: let it see everything, and make it zero afterwards.
@@ -335,8 +336,9 @@ def _sees_one(attention: FusedAttention, visible: Tensor | None) -> Tensor:
     return torch.full((1, 1), keys == 1, device=device)
 
 
-def _visible(mask: Tensor, hidden: float) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask.detach() > hidden
+def _visible(mask: Tensor, hidden: float, keys: int) -> Tensor:
+    visible = mask if mask.dtype == torch.bool else mask.detach() > hidden
+    return visible.expand(*mask.shape[:-1], keys)  # one column may stand for all keys
 
 
 def _check_key_padding_mask(mask: Tensor, keys: int, batch: int) -> None:
