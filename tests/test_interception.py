@@ -627,6 +627,52 @@ def test_returned_weights_stay_probabilities(on):
         close(got, wanted)
 
 
+CLOSED = torch.eye(4, dtype=torch.bool)
+GATE = torch.tensor([1.0, 0.5])[:, None, None]
+
+
+@methods
+@pytest.mark.parametrize(
+    ("touch", "kept"),
+    [
+        (lambda p: p.clone(), 1.0),
+        (lambda p: p.cpu(), 1.0),
+        (lambda p: torch.nan_to_num(p, nan=0.0), 1.0),
+        (lambda p: p.clamp(min=1e-9), 1.0),
+        (lambda p: p / p.sum(-1, keepdim=True), 1.0),
+        (lambda p: (p + 1e-3) - 1e-3, 1.0),
+        (lambda p: p * GATE, GATE),
+        (lambda p: p.masked_fill(CLOSED, 0.0), ~CLOSED),
+        (lambda p: torch.where(CLOSED, torch.zeros_like(p), p), ~CLOSED),
+        (lambda p: torch.where(p > 0.2, p, 0.0), lambda p: p > 0.2),
+    ],
+)
+def test_weights_that_are_touched_up_stay_probabilities(touch, kept, on):
+    """What a module sees, drops and returns is P, whatever it does to it; U meets the values.
+
+    ``kept``: what is left of U.
+    """
+
+    def form(q, k, v):
+        weights = touch(logits_of(q, k, None).softmax(-1))
+        torch.manual_seed(3)
+        output = F.dropout(weights, 0.5) @ v
+        return output, weights, -(weights * (weights + 1e-9).log()).sum(-1)
+
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (normal(generator, 2, 2, 4, 3) for _ in range(3))
+    expected, *wanted = form(q, k, v)
+    if GAP in on:
+        rest = kept(gaps(q, k, v)[1]) if callable(kept) else kept
+        expected = expected - (torch.full((2, 2, 4, 4), 0.25).to(v) * rest) @ v
+    if PRE in on:
+        expected = PRE.equilibrate(expected)
+    output, *returned = conditioned(form, *on)(q, k, v)
+    close(output, expected)
+    for got, stock in zip(returned, wanted, strict=True):
+        close(got, stock)
+
+
 # Masks that are only told where they are added: windows' -100 ------------------------------------
 
 

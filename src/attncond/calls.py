@@ -16,7 +16,12 @@ SOFTMAXES = frozenset(("softmax", "special_softmax"))
 JOINS = frozenset(("cat", "concat", "concatenate"))
 DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout"))
 PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
-CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
+CASTS = frozenset(
+    (
+        *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
+        *("cpu", "cuda", "clone"),
+    )
+)
 TURNS = frozenset(("mT", "T", "mH", "H"))  # attributes, not methods
 RESHAPES = TURNS.union(
     (
@@ -26,7 +31,25 @@ RESHAPES = TURNS.union(
     )
 )
 # What looks at an attention matrix without leading on to the values.
-OBSERVERS = frozenset(("mean", "sum", "amax", "max", "argmax", "any", "all", "isnan", "detach"))
+OBSERVERS = frozenset(
+    (
+        *("mean", "sum", "amax", "max", "argmax", "amin", "min", "any", "all", "detach", "numpy"),
+        *("isnan", "isinf", "isfinite", "gt", "ge", "lt", "le", "eq", "ne"),
+        *("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
+        *("log", "log2", "log10", "xlogy", "special_xlogy", "special_entr"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like"),
+    )
+)
+# What is done to an attention matrix because its entries are probabilities.
+GUARDS = frozenset(("nan_to_num", "nan_to_num_", "clamp", "clamp_", "clamp_min", "clip"))
+# What changes its entries one by one, and is as likely to be returned as to lead on to the values.
+ARITHMETIC = frozenset(
+    (
+        *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide"),
+        *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"),
+        *("masked_fill", "where"),
+    )
+)
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -97,7 +120,7 @@ class TorchCall(NamedTuple):
 
     def reshaped(self, old: Tensor, new: Tensor, result: Any) -> Any:
         """What the reshape of ``old`` to ``result`` makes of ``new``, which may lie otherwise."""
-        if self.name == "contiguous":
+        if self.name in ("contiguous", "clone"):
             return new  # laid out anew, an expanded tensor would be written in full
         if self.name in ("view", "view_as") and result.dtype == old.dtype:
             return new.reshape(result.shape)

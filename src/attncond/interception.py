@@ -31,8 +31,10 @@ from torch.overrides import TorchFunctionMode
 from attncond import kernels
 from attncond.calls import (
     ADDITIONS,
+    ARITHMETIC,
     CASTS,
     DROPOUTS,
+    GUARDS,
     JOINS,
     OBSERVERS,
     PRODUCTS,
@@ -271,13 +273,16 @@ class Interception(TorchFunctionMode):
         if matrix.minus is not None and call.name in OBSERVERS:
             return call.run()
         minus: Any = matrix.minus
-        if call.name in DROPOUTS:
+        if call.name in DROPOUTS or (minus is not None and call.name in GUARDS):
             result = call.run()
         elif call.name in CASTS or call.name in RESHAPES:
             result = call.run()
             if minus is not None:
                 whole = minus.expand_as(matrix.tensor)
                 minus = call.reshaped(matrix.tensor, whole, result)
+        elif minus is not None and call.name in ARITHMETIC:
+            result = call.run()
+            minus = result - self._formed_call(call)
         else:
             result, minus = self._formed_call(call), None
         for i, part in enumerate(tensors(result)):
