@@ -9,6 +9,7 @@ import torch
 
 torch.set_num_threads(1)
 
+from attncond.lab.distributed import SharedError  # noqa: E402
 from attncond.lab.folder import Interrupted  # noqa: E402
 from attncond.lab.recipe import load  # noqa: E402
 from attncond.lab.train import train  # noqa: E402
@@ -41,11 +42,16 @@ def main(root):
         os.environ["ACCELERATE_USE_FSDP"] = str(kind == "fsdp")
         for case in CASES:
             train(config(case), root / kind / case, progress=False)
+        rank = torch.distributed.get_rank()
+        try:  # the first process alone sees that the folder is of another run
+            train(config("polar"), root / kind / "mixed", progress=False)
+        except SharedError as error:
+            (root / kind / f"refused-{rank}.txt").write_text(str(error))
         for name in ("stopped", "left"):  # the second is gone on with by one process
             try:
                 train(config("polar"), root / kind / name, deadline=time.time(), progress=False)
             except Interrupted as error:
-                if torch.distributed.get_rank() == 0:
+                if rank == 0:
                     (root / kind / f"{name}.txt").write_text(str(error))
         train(config("polar"), root / kind / "stopped", progress=False)
 

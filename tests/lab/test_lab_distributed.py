@@ -28,12 +28,12 @@ pytestmark = [
 KINDS = ("ddp", "fsdp")
 
 
-def launched(*call):
+def launched(*call, code=0):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": "false"}
     done = subprocess.run(
         [sys.executable, "-m", *call], capture_output=True, text=True, env=environment
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done
 
 
@@ -96,6 +96,26 @@ def test_one_process_goes_on_with_what_two_began(together, alone, kind):
     assert (folder / "checkpoints" / "step-00000010").is_dir()
     train(config("polar"), folder, progress=False)
     assert close(folder, alone / "polar")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_process_refuses_all_refuse_and_go_on_with_the_next_run(together, kind):
+    told = [(together / kind / f"refused-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "holds a run with other settings" in told[0]
+    assert told[0] == told[1]
+
+
+def test_a_run_that_one_process_cannot_go_on_with_ends_them_all(tmp_path):
+    """They would wait for it for ever, in the middle of the next run."""
+    call = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    call += ["--rdzv-endpoint", "localhost:0", "-m", "attncond.lab.run", "digits"]
+    call += ["--form", "smoke", "--variants", "baseline,spectral", "--out", str(tmp_path)]
+    folder = tmp_path / "digits/smoke/baseline/seed0"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").touch()  # where the first process wants a folder
+    done = launched(*call, code=1)
+    assert "attncond: the checkpoint of step 4 could not be written" in done.stderr
+    assert not (tmp_path / "digits/smoke/spectral").exists()
 
 
 def test_accelerate_launch(tmp_path, alone):

@@ -1,4 +1,4 @@
-"""One process or many: accelerate's setup, DDP or FSDP2, and who stops when."""
+"""One process or many: accelerate's setup, DDP or FSDP2, and who stops or fails when."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from attncond.errors import ConditioningError
 from attncond.inspection import inspect
 from attncond.lab.config import Config
 from attncond.lab.folder import RunError
 from attncond.lab.timing import Stop
 
-__all__ = ["accelerated", "agreed", "blocks", "sharding", "wrap"]
+__all__ = ["SharedError", "accelerated", "agreed", "blocks", "sharding", "together", "wrap"]
 
 AGREE_EVERY = 10
+
+
+class SharedError(RunError):
+    """What kept one process from going on, raised in all of them."""
 
 
 def sharding() -> bool:
@@ -39,16 +45,38 @@ def accelerated(config: Config) -> Iterator[Accelerator]:
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharding() else None,
         )
         world, parts = accelerator.num_processes, config.train.accumulate
-        if config.train.batch_size % (world * parts):
-            raise RunError(
-                f"train.batch_size = {config.train.batch_size} cannot be shared out evenly to "
-                f"{world} processes in {parts} parts (train.accumulate) each"
-            )
-        config.check_device(accelerator.device.type)
+        with together(accelerator):
+            if config.train.batch_size % (world * parts):
+                raise RunError(
+                    f"train.batch_size = {config.train.batch_size} cannot be shared out evenly to "
+                    f"{world} processes in {parts} parts (train.accumulate) each"
+                )
+            config.check_device(accelerator.device.type)
         yield accelerator
         accelerator.free_memory()
     finally:
         AcceleratorState._reset_state()
+
+
+@contextmanager
+def together(accelerator: Accelerator) -> Iterator[None]:
+    """What fails in one process fails in all, or the others would wait for it for ever.
+
+    Every process has to come here, and none may wait for another inside.
+    """
+    failed: ConditioningError | None = None
+    try:
+        yield
+    except ConditioningError as error:
+        if accelerator.num_processes == 1:
+            raise
+        failed = error
+    if accelerator.num_processes == 1:
+        return
+    texts: list[str | None] = gather_object([None if failed is None else str(failed)])
+    told = [f"process {n}: {text}" for n, text in enumerate(texts) if text is not None]
+    if told:  # by the first where it failed itself: most often all have the same to say
+        raise SharedError(texts[0] or "; ".join(told)) from failed
 
 
 def wrap(accelerator: Accelerator, module: nn.Module) -> nn.Module:

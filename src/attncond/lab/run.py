@@ -166,6 +166,7 @@ def run_many(
 def _here(
     run: Planned, data: Path | None, resume: bool, test: bool, deadline: float | None
 ) -> tuple[str, str]:
+    from attncond.lab.distributed import SharedError
     from attncond.lab.train import train
 
     if deadline is not None and time.time() >= deadline:
@@ -179,10 +180,14 @@ def _here(
             raise
         return "stopped", str(error)
     except ConditioningError as error:
-        if _rank():
-            print(f"attncond (process {_rank()}): {error}", file=sys.stderr)
+        if _several() and not isinstance(error, SharedError):
+            raise  # the others wait for this process: its end is what the launcher ends them by
         return "failed", str(error)
     return result.status, ""
+
+
+def _several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _rank() -> int:
@@ -259,10 +264,9 @@ def run(
     waiting = [r.config.data for r in runs if not (r.folder / "result.json").exists()]
     for data in {data.name: data for data in waiting}.values():
         find(data, args.data)  # told once, and not by every run
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and args.jobs > 1:
+    if _several() and args.jobs > 1:
         raise RunError("--jobs is for one process; torchrun and accelerate started several")
-    if several and _rank():
+    if _several() and _rank():
         say = _silent
     outcomes = run_many(
         runs,
@@ -307,7 +311,8 @@ def main(argv: Sequence[str] | None = None, **more: Any) -> int:
         print(f"{said}The same command goes on from here.", file=sys.stderr)
         return 130
     except ConditioningError as error:
-        print(f"attncond: {error}", file=sys.stderr)
+        process = f" (process {_rank()})" if _rank() else ""
+        print(f"attncond{process}: {error}", file=sys.stderr)
         return 2
 
 

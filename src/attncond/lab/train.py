@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from attncond.lab import checkpoint, facts
 from attncond.lab.average import Average
 from attncond.lab.config import Config
 from attncond.lab.data import Batches, load
-from attncond.lab.distributed import accelerated, agreed, sharding, wrap
+from attncond.lab.distributed import accelerated, agreed, sharding, together, wrap
 from attncond.lab.folder import Interrupted, Result, RunError, RunFolder, plain
 from attncond.lab.objective import compile_key, compiled, evaluate, objective
 from attncond.lab.optim import parameter_groups
@@ -82,15 +82,14 @@ def train(
         RunError: The folder is of other settings or in use, or memory does not suffice.
     """
     try:
-        with (
-            accelerated(config) as accelerator,
-            RunFolder(folder, main=accelerator.is_main_process) as files,
-            Stop(deadline) as stop,
-        ):
-            if accelerator.is_main_process:
-                files.claim(config, resume)
-            accelerator.wait_for_everyone()
-            done = files.result()
+        with accelerated(config) as accelerator, Stop(deadline) as stop, ExitStack() as stack:
+            with together(accelerator):
+                files = RunFolder(folder, main=accelerator.is_main_process)
+                stack.enter_context(files)
+                if accelerator.is_main_process:
+                    files.claim(config, resume)
+            with together(accelerator):
+                done = files.result()
             if done is not None and (done.values["test_read"] or done.diverged or not test):
                 return done
             return _train(config, files, accelerator, stop, data, progress, test)
@@ -117,7 +116,8 @@ def _train(
     left = facts.begin_memory(device)
 
     # Data: every batch is a function of seed, epoch and step.
-    source = load(config.data, data, config.seed)
+    with together(accelerator):
+        source = load(config.data, data, config.seed)
     size = t.batch_size // world
 
     def batches_of(split: Any, train: bool = False) -> Batches:
@@ -134,21 +134,24 @@ def _train(
             classes=source.classes,
         )
 
-    batches = batches_of(source.train, train=True)
-    held = None if source.validation is None else batches_of(source.validation)
-    example = next(iter((held or batches).epoch(0)))[0][:PROBE].clone()
+    with together(accelerator):
+        batches = batches_of(source.train, train=True)
+        held = None if source.validation is None else batches_of(source.validation)
+        example = next(iter((held or batches).epoch(0)))[0][:PROBE].clone()
     per_epoch = batches.steps_per_epoch
     steps = per_epoch * config.schedule.epochs
 
     # Model: the seed decides its weights, the same in all processes; drop path differs.
     set_seed(config.seed)
-    module, handles = make(config, source.classes, example.shape[1])
+    with together(accelerator):
+        module, handles = make(config, source.classes, example.shape[1])
     model = wrap(accelerator, module)
     set_seed(config.seed, device_specific=True)
     certificates: dict[str, Any] = {"start": certified(handles)}
     if certificates["start"]:
         certificates["lam_over_sigma"] = certificates["start"]["lam_over_sigma"]
-    teacher = load_trained(Path(t.teacher)).to(device) if t.teacher else None
+    with together(accelerator):
+        teacher = load_trained(Path(t.teacher)).to(device) if t.teacher else None
     loss_of = objective
     if t.compile:
         graphs = device.type == "cuda" and world == parts == 1
