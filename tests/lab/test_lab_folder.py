@@ -40,12 +40,26 @@ def test_the_configuration_stays(tmp_path):
     before = (tmp_path / "config.json").read_bytes()
     files.claim(config(), resume=True)
     assert (tmp_path / "config.json").read_bytes() == before
+    files.add({"step": 5, "train_loss": 1.0})
     with pytest.raises(RunError, match=r"data.augment.crop was 0 and is 2; optim.clip was null"):
         files.claim(config(data__augment__crop=2, optim__clip=1.0), resume=True)
     files.claim(config(train__checkpoint_every=7, data__workers=3), resume=True)  # no matter
     assert (tmp_path / "config.json").read_bytes() == before
     files.claim(config(optim__clip=1.0), resume=False)
     assert json.loads((tmp_path / "config.json").read_text())["optim"]["clip"] == 1.0
+
+
+@pytest.mark.parametrize("trained", ["", "metrics.jsonl", "checkpoints", "result.json"])
+def test_settings_that_never_trained_anything_give_way_to_others(tmp_path, trained):
+    files = RunFolder(tmp_path)
+    files.claim(config(optim__lr=5), resume=True)
+    if trained:
+        (tmp_path / trained).touch()
+        with pytest.raises(RunError, match=r"optim.lr was 5.0 and is 0.004"):
+            files.claim(config(), resume=True)
+    else:
+        files.claim(config(), resume=True)
+        assert json.loads((tmp_path / "config.json").read_text())["optim"]["lr"] == 0.004
 
 
 def test_damaged_files_are_told(tmp_path):

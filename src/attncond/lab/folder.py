@@ -80,6 +80,7 @@ class RunFolder:
         self.history = path / "history.jsonl"
         self.weights = path / "model.safetensors"
         self._metrics = path / "metrics.jsonl"
+        self._trained = (self._metrics, self.checkpoints, path / "result.json")
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> RunFolder:
@@ -113,6 +114,8 @@ class RunFolder:
     def claim(self, config: Config, resume: bool) -> None:
         """Write config.json, or see that what is there is the same.
 
+        What was never trained, for a mistake in its settings, leaves the folder to other settings.
+
         Raises:
             RunError: The folder is of another configuration; the message names what differs.
         """
@@ -129,11 +132,14 @@ class RunFolder:
             return
         except ValueError as error:
             raise RunError(f"{file} is damaged ({error}): delete {self.path}") from error
-        if changes := list(_changes(old, new)):
+        changes = list(_changes(old, new))
+        if changes and any(path.exists() for path in self._trained):
             raise RunError(
                 f"{self.path} holds a run with other settings: {'; '.join(changes)}. Choose "
                 "another folder with --out, or start over with --restart"
             )
+        if changes:
+            write_text(file, json.dumps(new, indent=1) + "\n")
 
     def result(self) -> Result | None:
         """How the run ended; None if it has not."""
