@@ -88,6 +88,7 @@ def test_a_run_that_fails_keeps_no_other_from_running(tmp_path, capsys):
     folder = tmp_path / "digits/smoke/baseline/seed0"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"recipe": "another"}')
+    (folder / "metrics.jsonl").touch()
     assert main([*SMOKE, "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "baseline/seed0: failed" in said
@@ -118,11 +119,29 @@ def test_data_that_is_not_there_is_told_once_and_before_anything_starts(tmp_path
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.name=vit_smal32", "'vit_smal32' is no model. Did you mean vit_small32"),
+        ("model.kwargs.dept=2", "unexpected keyword argument 'dept'"),
+    ],
+)
+def test_a_model_that_cannot_be_is_told_once_and_before_anything_starts(setting, said, capsys):
+    assert main([*SMOKE, "--set", setting, "--out", "runs"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count(said) == 1
+    assert not captured.out
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize("wrong", [["--jobs", "0"], ["--set", "optim.lr"], ["--grid", "=1"], []])
 def test_mistakes_in_the_call(wrong, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["digits", *wrong] if wrong else [])
     assert caught.value.code == 2
+    said = capsys.readouterr().err  # `attncond lab run` is called by another name
+    assert said.startswith("attncond: ")
+    assert "python -m" not in said
 
 
 def test_several_processes_take_no_jobs(monkeypatch, tmp_path, capsys):
@@ -161,6 +180,7 @@ def test_two_at_a_time_and_one_of_them_fails(tmp_path):
     broken = runs[1].folder
     broken.mkdir(parents=True)
     (broken / "config.json").write_text('{"recipe": "another"}')
+    (broken / "metrics.jsonl").touch()
     said = []
     outcomes = run_many(runs, jobs=2, say=said.append)
     assert [o.state for o in outcomes] == ["finished", "failed", "finished", "finished"]

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from attncond.errors import ConditioningError
 from attncond.lab.config import Config
@@ -227,6 +227,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake as all others are told: whoever calls the command has many names for it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"attncond: {message}. --help lists the options\n")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``python -m attncond.lab.run`` and ``attncond lab run`` take."""
     add = parser.add_argument
@@ -259,11 +266,7 @@ def run(
         overrides=dict(args.settings),
         grid=grid,
     )
-    from attncond.lab.data import find
-
-    waiting = [r.config.data for r in runs if not (r.folder / "result.json").exists()]
-    for data in {data.name: data for data in waiting}.values():
-        find(data, args.data)  # told once, and not by every run
+    _check([r.config for r in runs if not (r.folder / "result.json").exists()], args.data)
     if _several() and args.jobs > 1:
         raise RunError("--jobs is for one process; torchrun and accelerate started several")
     if _several() and _rank():
@@ -284,6 +287,19 @@ def run(
     return 1 if counts["stopped"] or counts["failed"] else 0
 
 
+def _check(configs: Sequence[Config], folder: Path | None) -> None:
+    """Whether data and models are there: told once, at the start, and not by every run."""
+    from attncond.lab.data import find
+    from attncond.lab.models import build
+
+    for data in {c.data.name: c.data for c in configs}.values():
+        find(data, folder)
+    # What a model starts with changes nothing about whether it can be built.
+    models = [(c.model.model_copy(update={"init": "default"}), c.data.image_size) for c in configs]
+    for model, size in {repr(both): both for both in models}.values():
+        build(model, 10, size)
+
+
 def _silent(text: str) -> None:
     pass
 
@@ -298,7 +314,7 @@ def main(argv: Sequence[str] | None = None, **more: Any) -> int:
     0 all runs ended; 1 some failed, or the time limit came first; 2 a mistake in the call; 130
     Ctrl-C.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m attncond.lab.run", description="Run recipes of the lab.", **more
     )
     add_arguments(parser)
