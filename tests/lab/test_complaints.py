@@ -60,7 +60,7 @@ def refused(overrides: dict[str, Any], form: str = "small", recipe: str = "vit-c
             {"train.distill": "hard", "train.teacher": "x"},
             ["'vit_small32' has no distillation head"],
         ),
-        ({"data.limit": "200"}, ["data.limit: 200 images, 0.1 of them held out, do not fill"]),
+        ({"data.limit": "200"}, ["data.limit: 200 images do not fill one batch of 256"]),
         ({"data.augment.crop": "32"}, ["32 pixels of padding for images of 32"]),
         ({"data.augment.randaugment": "strong"}, ["is not written as timm does"]),
         (

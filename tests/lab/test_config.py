@@ -6,7 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 import attncond as ac
-from attncond.lab.recipe import Config, Model, Optim, RecipeError, load
+from attncond.lab.data import load as load_data
+from attncond.lab.data.loading import NAMES
+from attncond.lab.recipe import Config, Data, Model, Optim, RecipeError, load
 
 
 def test_fp16_is_refused_on_a_cpu() -> None:
@@ -40,6 +42,17 @@ def test_conditioners_are_the_methods_in_their_order() -> None:
 def test_numbers_are_taken_strictly(value: object) -> None:
     with pytest.raises(ValidationError):
         Optim(lr=value)  # type: ignore[arg-type]
+
+
+def test_every_data_set_that_can_be_read_can_be_asked_for() -> None:
+    assert set(Data.model_fields["name"].annotation.__args__) == set(NAMES)  # type: ignore[union-attr]
+
+
+def test_a_limit_that_fills_one_batch_is_enough() -> None:
+    """It is one of training images alone: what is held out comes off before."""
+    settings = {"data.limit": "32", "train.batch_size": "32", "data.validation": "0.5"}
+    config = load("digits").config("smoke", overrides=settings)
+    assert len(load_data(config.data).train) == 32
 
 
 def test_a_list_is_taken_for_a_pair() -> None:

@@ -1,8 +1,7 @@
 """What one run is made of: the schema that recipes are checked against.
 
 Values are checked strictly (a text is no number, ``true`` is no 1), unknown keys are refused, and
-combinations that cannot work are refused before anything is trained. The texts below the fields are
-what ``attncond lab show`` prints.
+combinations that cannot work are refused before anything is trained.
 """
 
 from __future__ import annotations
@@ -72,14 +71,16 @@ class Augment(Section):
 class Data(Section):
     """Which images, and how they are split."""
 
-    name: Literal["digits", "cifar10", "cifar10_binary", "tiny_imagenet32", "image_folder"]
+    name: Literal[
+        "digits", "cifar10", "tiny_imagenet32", "cifar10_binary", "cifar100_binary", "image_folder"
+    ]
     """The data set."""
     image_size: Count
     """Height and width that the model sees."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the training images held out to choose settings on; 0: none."""
     limit: Count | None = None
-    """Only the first so many training images after shuffling."""
+    """Only so many images, drawn by the seed, for each of training, validation and test."""
     augment: Augment = Augment()
     workers: Annotated[int, Field(ge=0)] = 4
     """Processes that decode images, for sets that do not fit into memory."""
@@ -238,10 +239,10 @@ def _model(c: Config) -> None:
 
 def _data(c: Config) -> None:
     d, size = c.data, c.train.batch_size
-    if d.limit is not None and int(d.limit * (1 - d.validation)) < size:
+    if d.limit is not None and d.limit < size:
         raise Contradiction(
             ("data.limit", "train.batch_size"),
-            f"{d.limit} images, {d.validation:g} of them held out, do not fill one batch of {size}",
+            f"{d.limit} images do not fill one batch of {size}",
         )
     if d.name == "digits" and d.image_size < 8:
         raise Contradiction("data.image_size", "digits have 8 pixels a side; no fewer will do")
