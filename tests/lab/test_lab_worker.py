@@ -41,6 +41,7 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "config.json").write_text('{"recipe": "another"}')
+    (taken / "metrics.jsonl").touch()
     broken = job(config(), tmp_path / "broken", None, True, True, None) | {"config": "{}"}
     jobs = [
         job(config(), tmp_path / "good", None, True, False, None),
