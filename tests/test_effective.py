@@ -1,6 +1,7 @@
 """The effective weight under everything PyTorch does to modules."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -114,6 +115,23 @@ def test_isinstance_and_names_survive(linear):
     assert isinstance(linear, nn.Linear)
     assert "Linear(in_features=24" in repr(linear)
     assert linear.in_features == 24
+
+
+@pytest.mark.parametrize("method", [ac.Spectral(), ac.RemoveGap()], ids=["weights", "heads"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_signature_of_forward_survives(method: object, strict: bool) -> None:
+    """By which torch.export takes the shapes of what a conditioned module itself is called with."""
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    stock = inspect.signature(model.forward)
+    ac.condition(model, method)
+    assert inspect.signature(model.forward) == stock
+    shape = {1: torch.export.Dim("n", min=2, max=64)}
+    shapes = dict.fromkeys(("query", "key", "value"), shape)
+    x = torch.randn(2, 5, 8)
+    if strict or torch.__version__ >= "2.12":
+        program = torch.export.export(model, (x, x, x), dynamic_shapes=shapes, strict=strict)
+        x = torch.randn(2, 9, 8)
+        torch.testing.assert_close(program.module()(x, x, x), model(x, x, x))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -9,9 +9,10 @@ s·(W + C), where C is λI or the polar correction.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -283,6 +284,16 @@ def _property(name: str) -> property:
     )
 
 
+def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
+    """A forward with the signature of the base's, which torch.export and others go by."""
+    shared: Any = Conditioned.forward
+    forward: Any = types.FunctionType(
+        shared.__code__, shared.__globals__, "forward", None, shared.__closure__
+    )
+    forward.__wrapped__ = base.forward
+    return cast("Callable[..., Any]", forward)
+
+
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
 
 
@@ -306,6 +317,7 @@ def conditioned_class(
             "_attncond_base": base,
             "_attncond_names": names,
             "_attncond_heads": heads,
+            "forward": _forward_of(base),
             **properties,
         }
         _CLASSES[key] = type(f"Conditioned{base.__name__}", (Conditioned, base), members)
