@@ -67,6 +67,17 @@ def test_no_keys_have_a_mean_of_zero(causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_does_not_overflow_either(dtype):
+    value = 100 + torch.randn(1, 2, 1024, 3)
+    visible = torch.ones(1, 1, 1024, 1024, dtype=torch.bool)
+    with torch.autocast("cpu", dtype):
+        mean = visible_mean(value, 1024, visible=visible)
+    assert mean.dtype == torch.float32
+    wanted = value.mean(-2, keepdim=True).expand_as(mean)
+    torch.testing.assert_close(mean, wanted, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("how", ["all", "causal", "mask", "heads"])
 def test_half_precision_neither_overflows_nor_drifts(dtype, how):
     value = (100 + torch.randn(1, 2, 1024, 3)).to(dtype)

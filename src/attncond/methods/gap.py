@@ -71,9 +71,18 @@ def visible_mean(
     if causal:
         visible = visible & torch.ones(queries, keys, device=value.device, dtype=torch.bool).tril()
     count = visible.sum(-1, keepdim=True, dtype=wide).clamp_min(1)
-    if value.dtype == torch.float16:  # where a sum of many values overflows, and their mean not
+    if (
+        _product_dtype(value) == torch.float16
+    ):  # where a sum of many values overflows, and their mean not
         return _masked_sum(value, (visible / count).to(value.dtype)).to(wide)
     return _masked_sum(value, visible.to(value.dtype)) / count
+
+
+def _product_dtype(value: Tensor) -> torch.dtype:
+    """The dtype of a matrix product with ``value``, which autocast may lower."""
+    device = value.device.type
+    cast = value.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if cast else value.dtype
 
 
 def _masked_sum(value: Tensor, weights: Tensor) -> Tensor:
