@@ -145,6 +145,19 @@ def test_memory_of_a_process_is_no_cost_of_a_run(tmp_path):
     assert setting.ratio(setting.baseline, "step_milliseconds") == 1.0
 
 
+def test_what_the_monitor_watched_is_no_slower_for_it(tmp_path):
+    Fake(milliseconds=20.0).write(tmp_path)
+    Fake("gap", methods=("gap",), milliseconds=90.0, watch=True).write(tmp_path)
+    Fake("spectral", methods=("spectral",), milliseconds=21.0).write(tmp_path)
+    (setting,) = settings(tmp_path)
+    assert setting.ratio(named(setting, "gap"), "step_milliseconds") is None
+    assert setting.ratio(named(setting, "spectral"), "step_milliseconds") == pytest.approx(1.05)
+    Fake(milliseconds=80.0, recipe="watched", watch=True).write(tmp_path / "other")
+    Fake("gap", methods=("gap",), milliseconds=90.0, watch=True).write(tmp_path / "other")
+    (setting,) = settings(tmp_path / "other")
+    assert setting.ratio(named(setting, "gap"), "step_milliseconds") == pytest.approx(1.125)
+
+
 def test_runs_side_by_side_tell_no_costs(tmp_path):
     alone = {"device": "cuda", "name": "H200", "side_by_side": 1}
     Fake(hardware=alone).write(tmp_path)

@@ -112,9 +112,10 @@ class Group:
         """The same with all else that differs from the baseline."""
         return f"{self.name}, {self.suffix}" if self.suffix else self.name
 
-    def median(self, key: str) -> float | None:
-        """Of a number of the results, over the runs that finished."""
-        found = [run.measured(key) for run in self.runs if run.state == "finished"]
+    def median(self, key: str, watched: str | None = None) -> float | None:
+        """Of a number of the results, over the runs that finished; or those watched in one way."""
+        ended = [run for run in self.runs if run.state == "finished"]
+        found = [run.measured(key) for run in ended if watched in (None, _watched(run))]
         known = [value for value in found if value is not None]
         return statistics.median(known) if known else None
 
@@ -188,13 +189,15 @@ class Setting:
         """A cost over the baseline's, on the same hardware, each run by itself; else there is none.
 
         Runs side by side slow each other down, and in a worker's second run nothing is compiled.
+        What the Monitor measures takes time as well: only runs that it watched alike are compared.
         Memory counts on a GPU only: a CPU's is that of the process, with all that ran in it before.
         """
         if self.baseline is None or (key == "peak_memory_bytes" and not _on_gpu(self.baseline)):
             return None
-        if self.crowded(group):
+        alike = self._watched_alike(group)
+        if self.crowded(group) or not alike:
             return None
-        mine, theirs = group.median(key), self.baseline.median(key)
+        mine, theirs = (one.median(key, min(alike)) for one in (group, self.baseline))
         same = _hardware(group) == _hardware(self.baseline)
         return mine / theirs if mine and theirs and same else None
 
@@ -257,6 +260,15 @@ class Setting:
         """Whether runs shared their device, so that costs are of their company, too."""
         both = [group, *([self.baseline] if self.baseline else [])]
         return any(_company(run) > 1 for one in both for run in one.runs)
+
+    def unlike(self, group: Group) -> bool:
+        """Whether the Monitor watched one and not the other, or measured more of it."""
+        return self.baseline is not None and not self._watched_alike(group)
+
+    def _watched_alike(self, group: Group) -> set[str]:
+        """How runs of both were watched."""
+        both = [{_watched(run) for run in one.runs} for one in (group, self.baseline) if one]
+        return set.intersection(*both)
 
 
 Study = list[Setting]
@@ -323,6 +335,11 @@ def _hardware(group: Group) -> Any:
     known = [(run.result or {}).get("hardware") for run in group.runs if run.result]
     found = [(h.get("name"), h.get("processes")) for h in known if isinstance(h, dict)]
     return found[0] if len(set(found)) == 1 else found
+
+
+def _watched(run: Run) -> str:
+    """What the Monitor had to do; nothing where it was off."""
+    return str(run.get("watch")) if run.get("watch.every") else ""
 
 
 def _on_gpu(group: Group) -> bool:

@@ -159,6 +159,8 @@ def explained(lines: Sequence[Line]) -> list[str]:
     )
     if any(setting.crowded(group) for setting, group in own):
         notes.append("No step time and memory where several runs shared the device.")
+    if any(setting.unlike(group) for setting, group in own):
+        notes.append("No step time and memory where the Monitor watched more than the baseline's.")
     for setting, group in own:
         if group.diverged:
             notes.append(
