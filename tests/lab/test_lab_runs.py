@@ -118,11 +118,15 @@ def test_seeds_of_one_experiment_are_alike_but_for_what_matters(tmp_path):
             "c": {"changes": {"optim.lr": 2e-3}},
             "d": {"methods": ("spectral:lam=10,preserve_norm=false",)},
             "e": {"methods": ("paper",)},
+            "f": {"methods": ("spectral",)},
+            "g": {"methods": ("spectral:kappa=2",)},
+            "h": {"methods": ("spectral:kappa=3",)},
         }.items()
     }
     assert runs["a"].experiment == runs["b"].experiment
     assert runs["a"].experiment != runs["c"].experiment
     assert runs["d"].experiment == runs["e"].experiment
+    assert runs["f"].experiment == runs["g"].experiment != runs["h"].experiment
 
 
 def test_epochs_to_a_level(tmp_path):

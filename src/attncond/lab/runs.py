@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from attncond.errors import ConditioningError
 from attncond.lab.curves import Curves
-from attncond.methods import Method
+from attncond.methods import Method, Spectral
 from attncond.methods.parse import method_name, parse_method
 
 __all__ = ["ResultsError", "Run", "State", "flat", "number"]
@@ -97,8 +97,13 @@ class Run:
 
     @cached_property
     def methods(self) -> tuple[Method, ...]:
-        """What the model was conditioned with."""
-        return tuple(parse_method(str(text)) for text in self.get("methods") or ())
+        """What the model was conditioned with; a target that is the default's is not said."""
+        found = (parse_method(str(text)) for text in self.get("methods") or ())
+        default = Spectral().target
+        return tuple(
+            replace(m, kappa=None) if isinstance(m, Spectral) and m.kappa == default else m
+            for m in found
+        )
 
     @cached_property
     def experiment(self) -> str:
