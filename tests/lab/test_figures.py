@@ -1,10 +1,12 @@
 """Figures: they are drawn from what there is, say what it is, and refuse by name what is not."""
 
+import math
+
 import pytest
 from fabricate import Fake, study, sweep
 
 from attncond.lab.compare import group
-from attncond.lab.figures import FIGURES, figure
+from attncond.lab.figures import FIGURES, _spread, figure
 from attncond.lab.results import load_runs
 from attncond.lab.runs import ResultsError
 
@@ -94,6 +96,14 @@ def test_a_collapse_does_not_flatten_the_curve(runs):
     ax = drawn("lambda", runs).axes[0]
     assert ax.get_ylim()[0] > 60
     assert any(t.get_text().startswith("30.") for t in ax.texts)  # the paper's λ, told in numbers
+
+
+def test_the_spread_of_a_condition_number_is_a_factor():
+    low, high = _spread([1.5, 24.0], ratio=True)
+    factor = math.exp(math.log(16) / math.sqrt(2))
+    assert (6 - low, 6 + high) == pytest.approx((6 / factor, 6 * factor))
+    assert _spread([1.0, 3.0], ratio=False) == pytest.approx((math.sqrt(2), math.sqrt(2)))
+    assert _spread([5.0], ratio=True) == (0.0, 0.0)
 
 
 def test_without_the_monitor_the_panels_say_so(tmp_path):

@@ -74,7 +74,7 @@ def band(
 def finish(image: Any, title: str, caption: str) -> Any:
     """Title and caption above the panels."""
     width = int(14.5 * image.get_figwidth())
-    lines = textwrap.wrap(title, int(9 * image.get_figwidth()))
+    lines = textwrap.wrap(title, int(9.5 * image.get_figwidth()))
     image.suptitle("\n".join(lines), fontsize=12, fontweight="bold")
     # A second text in the room that constrained layout leaves below the panels.
     image.supxlabel("\n".join(textwrap.wrap(caption, width)), fontsize=8.5, color="#333333")

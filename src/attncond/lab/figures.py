@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -129,10 +130,10 @@ def _lambda(study: Study, variant: str | None) -> Any:
             if swept:
                 x = [ratio_ for ratio_, _ in swept]
                 y = [_mean(found, ratio) for _, found in swept]
-                spread = [statistics.stdev(v) if len(v) > 1 else 0.0 for _, v in swept]
+                spread = [_spread(found, ratio) for _, found in swept]
                 ax.errorbar(
-                    x, y, yerr=spread, color=colour, marker=marker, markersize=5, linewidth=1.6,
-                    capsize=2.5, label=text,
+                    x, y, yerr=list(zip(*spread, strict=True)), color=colour, marker=marker,
+                    markersize=5, linewidth=1.6, capsize=2.5, label=text,
                 )  # fmt: skip
         for g in setting.references:
             if values(g):
@@ -232,6 +233,17 @@ def _weights_kappa(g: Group) -> list[float]:
 
 def _mean(values: Sequence[float], ratio: bool) -> float:
     return statistics.geometric_mean(values) if ratio else statistics.fmean(values)
+
+
+def _spread(values: Sequence[float], ratio: bool) -> tuple[float, float]:
+    """One standard deviation down and up; of a ratio by its logarithm, so that none is below 0."""
+    mean = _mean(values, ratio)
+    if len(values) < 2:
+        return 0.0, 0.0
+    if not ratio:
+        return (statistics.stdev(values),) * 2
+    factor = math.exp(statistics.stdev(math.log(value) for value in values))
+    return mean - mean / factor, mean * factor - mean
 
 
 def _range(counts: Sequence[int]) -> str:
