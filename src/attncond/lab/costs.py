@@ -31,6 +31,7 @@ _MODELS = {
     "XCiT-M": "xcit_m24",
     "DaViT-B": "davit_b",
 }
+_MEASURE = "attncond lab run vit-cifar10 --variants baseline,spectral"
 _TEXTS = frozenset(("model", "paper", "variant", "data"))
 
 
@@ -99,7 +100,7 @@ def memory(study: Study, models: dict[str, str] | None = None) -> Table:
     title = "Table 8: memory of spectral conditioning, counted"
     measured = any(row[-2] for row in rows)
     notes += ("Peak memory is measured on the device, the median of the runs.",) if measured else ()
-    missing = () if measured else (("measured peak memory", "attncond lab list"),)
+    missing = () if measured else (("peak memory, measured on a GPU", _MEASURE),)
     return Table(title, columns, tuple(rows), tuple(data), notes, missing, _TEXTS)
 
 

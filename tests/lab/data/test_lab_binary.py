@@ -63,6 +63,12 @@ def test_pickles_are_never_loaded(tmp_path, inner, monkeypatch):
         load(Data("cifar10_binary", 32), tmp_path)
 
 
+def test_a_folder_of_images_is_no_pickle(tmp_path):
+    (tmp_path / "train" / "n01440764").mkdir(parents=True)  # ImageNet's layout
+    with pytest.raises(DataError, match=r"has no data_batch_1\.bin"):
+        load(Data("cifar10_binary", 32), tmp_path)
+
+
 def test_missing(tmp_path):
     with pytest.raises(DataError, match=r"data_batch_1\.bin.*cifar-10-binary\.tar\.gz"):
         load(Data("cifar10_binary", 32), tmp_path)

@@ -15,7 +15,8 @@ __all__ = ["BINARY", "BinarySet", "binary_files", "read_binary"]
 
 _SIZE = 32
 _PIXELS = 3 * _SIZE * _SIZE
-_PICKLES = ("data_batch_1", "train", "cifar-10-batches-py", "cifar-100-python")
+_PICKLES = ("data_batch_1", "train")
+_PICKLE_FOLDERS = ("cifar-10-batches-py", "cifar-100-python")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def binary_files(folder: Path, what: BinarySet) -> tuple[list[Path], list[Path]]
     with reading(folder):
         inner = folder / what.folder
         here = inner if inner.is_dir() else folder
-        pickles = [name for name in _PICKLES if (here / name).exists()]
+        pickles = [name for name in _PICKLES if (here / name).is_file()]
+        pickles += [name for name in _PICKLE_FOLDERS if (here / name).is_dir()]
         if pickles and not (here / what.test).exists():
             raise DataError(
                 f"{here / pickles[0]} belongs to the Python version of CIFAR, which is stored as "
