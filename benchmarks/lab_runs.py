@@ -38,6 +38,13 @@ CHOOSE: dict[str, list[Part]] = {
         (["vit"], ["spectral-qk", "spectral-v", "spectral-head"], [0]),
         (["deit", "vit"], ["spectral-1.5"], [0]),
     ],
+    # Methods together, and RemoveGap() at the rates that the stock Swin likes.
+    "combine": [
+        (["swin"], ["spectral+gap", "gap-tuned-0.25", "gap-tuned-0.1"], [0, 1]),
+        (ALL, ["spectral+precondition"], [0]),
+        (["davit", "deit", "vit"], ["spectral+gap"], [0]),
+        (["xcit"], ["spectral-tuned-2"], [0, 1, 2]),
+    ],
 }
 TEST: dict[str, list[Part]] = {
     "main": [
