@@ -94,7 +94,7 @@ def _condition_heads(
     model: nn.Module, plan: Plan, method: HeadMethod, skip_unsupported: bool
 ) -> list[Site]:
     sites = select_heads(model, plan, method, skip_unsupported)
-    counts = Counter(id(site.module) for site in sites)
+    counts = Counter(id(site.module) for site in sites if not site.optional)
     unique = {id(site.module): site for site in sites}.values()
     try:
         for site in unique:

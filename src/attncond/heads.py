@@ -69,7 +69,7 @@ def conditioned_heads(module: nn.Module) -> Heads | None:
 def add(site: Site, method: HeadMethod, sites: int) -> None:
     """Write a method into the record of a site's module. Its class has to be recast afterwards.
 
-    ``sites``: how many of them the module has.
+    ``sites``: how many of them every forward of the module has to come by.
     """
     module = site.module
     record = replace(

@@ -74,6 +74,7 @@ class Site:
     preconditioned, while the gap can still be removed from each part.
     ``softmax``: which softmax of its forward the values meet, counted from 1, where others stand
     between it and the heads' outputs (Nyströmformer); 0 where each meets values.
+    ``optional``: a forward may do without it, as Longformer's does where no token is global.
     """
 
     projections: tuple[Projection, ...]
@@ -85,6 +86,7 @@ class Site:
     opaque: str = ""
     scattered: str = ""
     softmax: int = 0
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

@@ -402,6 +402,18 @@ def test_attention_classes_that_no_tiny_model_has(name: str) -> None:
     check_properties(name, module, lambda: run(module), 1e-4 if single else 1e-9)
 
 
+@pytest.mark.parametrize("name", ["longformer", "led"])
+def test_longformer_does_without_global_tokens(name: str) -> None:
+    case = CASES[name]
+    model = oracle.prepare(build(name, dict(case.config), case.head))
+    enliven(model)
+    given = case.inputs(model)
+    del given["global_attention_mask"]
+    check_properties(name, model, lambda: model(**given), 1e-9)
+    ac.condition(model, ac.RemoveGap())
+    assert all(t.isfinite().all() for t in tensors(model(**given)))
+
+
 class Clap(nn.Module):
     """The attention of CLAP's audio encoder, with two halves of a window that do not mix."""
 

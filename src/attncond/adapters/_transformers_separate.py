@@ -222,6 +222,7 @@ def longformer(module: Any) -> tuple[Site, Site]:
         replace(
             separate(module.query_global, module.key_global, module.value_global, heads=heads),
             scattered=scattered,
+            optional=True,
         ),
     )
 
