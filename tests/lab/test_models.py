@@ -226,6 +226,11 @@ def test_any_timm_model_can_be_named() -> None:
     assert build(Model(name="convit_tiny", kwargs={"depth": 1}), 7, 224) is not None
 
 
+def test_a_timm_model_that_takes_any_size_is_told_none() -> None:
+    net = build(Model(name="pvt_v2_b0"), num_classes=10, image_size=64)
+    assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
+
+
 def test_an_unknown_model_is_answered_with_close_names() -> None:
     with pytest.raises(ModelError, match=r"model.name: 'vit_smal32' is no model.*vit_small32"):
         build(Model(name="vit_smal32"), 10, 32)

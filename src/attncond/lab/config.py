@@ -7,6 +7,7 @@ combinations that cannot work are refused before anything is trained.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,6 +24,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+# timm passes over what has no number; -t names the operations.
+_RANDAUGMENT = re.compile(r"rand(-(t.*|[a-z]+\d.*))+")
 
 
 class RecipeError(ConditioningError):
@@ -257,7 +262,7 @@ def _data(c: Config) -> None:
             ("data.augment.crop", "data.image_size"),
             f"{d.augment.crop} pixels of padding for images of {d.image_size}",
         )
-    if d.augment.randaugment is not None and not d.augment.randaugment.startswith("rand-"):
+    if d.augment.randaugment is not None and not _RANDAUGMENT.fullmatch(d.augment.randaugment):
         raise Contradiction(
             "data.augment.randaugment",
             f"'{d.augment.randaugment}' is not written as timm does, like rand-m9-mstd0.5-inc1",

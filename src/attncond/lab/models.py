@@ -43,9 +43,13 @@ class ModelError(ConditioningError):
 
 def _timm(name: str, sized: bool = True) -> Callable[..., nn.Module]:
     def make(*, img_size: int, **kwargs: Any) -> nn.Module:
-        if sized:
-            kwargs["img_size"] = img_size
-        model: nn.Module = timm.create_model(name, pretrained=False, **kwargs)
+        given = {"img_size": img_size} if sized else {}
+        try:
+            model: nn.Module = timm.create_model(name, pretrained=False, **given, **kwargs)
+        except TypeError as error:
+            if not given or "'img_size'" not in str(error):
+                raise
+            model = timm.create_model(name, pretrained=False, **kwargs)  # it takes any size
         return model
 
     return make
