@@ -27,7 +27,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 # timm passes over what has no number; -t names the operations.
-_RANDAUGMENT = re.compile(r"rand(-(t.*|[a-z]+\d.*))+")
+_RANDAUGMENT = re.compile(r"rand(-(t[^-]*|[a-z]+\d[^-]*))+")
 
 
 class RecipeError(ConditioningError):
