@@ -207,3 +207,21 @@ def test_a_file_that_is_no_collection(tmp_path):
     for name in ("x.json", "y.json"):
         with pytest.raises(ConditioningError, match="no file of collected runs"):
             load_runs([tmp_path / name])
+
+
+@pytest.mark.parametrize("place", ["", "x.json"])
+def test_a_collection_of_another_version_is_not_passed_over(tmp_path, place):
+    Fake().write(tmp_path / "runs")
+    (tmp_path / "x.json").write_text('{"schema": "attncond.lab.runs/2", "runs": []}')
+    with pytest.raises(ResultsError, match=r"x\.json was collected by another version.*runs/2"):
+        load_runs([tmp_path / place])
+
+
+def test_a_collected_method_of_another_version_leaves_the_other_runs(tmp_path):
+    Fake(seed=0).write(tmp_path / "runs")
+    Fake("new", methods=("gap",)).write(tmp_path / "runs")
+    text = dumps(collect(load_runs([tmp_path / "runs"]), "attncond lab collect runs"))
+    (tmp_path / "all.json").write_text(text.replace('["gap"]', '["flux"]'))
+    good, broken = load_runs([tmp_path / "all.json"])
+    assert (good.state, broken.state) == ("finished", "broken")
+    assert "'flux' is no method" in broken.notes[-1]

@@ -36,6 +36,8 @@ def test_a_configuration_of_which_nothing_is_known():
     assert (run.architecture, run.data, run.epochs) == ("?", "?", 0)
     assert run.methods == ()
     assert run.steps_per_epoch is None
+    run = made(config={"seed": None, "schedule": {"epochs": "many"}})
+    assert (run.seed, run.epochs) == (-1, 0)
 
 
 def test_the_data_in_the_run_s_own_words():

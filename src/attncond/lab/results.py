@@ -22,7 +22,8 @@ from attncond.lab.runs import ResultsError, Run, State, number
 
 __all__ = ["Progress", "ResultsError", "Run", "collect", "dumps", "load_runs", "status"]
 
-SCHEMA = "attncond.lab.runs/1"
+FAMILY = "attncond.lab.runs/"
+SCHEMA = f"{FAMILY}1"
 TWICE = "the same run is also in"
 RUNNING = 600.0  # seconds: who has written nothing for longer is taken for stopped
 
@@ -131,24 +132,32 @@ def _is_collection(path: Path) -> bool:
     if path.suffix != ".json":
         return False
     with open(path, "rb") as file:
-        return SCHEMA.encode() in file.read(200)
+        return FAMILY.encode() in file.read(200)
 
 
 def _collection(path: Path) -> list[Run]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        schema = record.get("schema") if isinstance(record, dict) else None
+        if schema != SCHEMA and str(schema).startswith(FAMILY):
+            raise ResultsError(
+                f"{path} was collected by another version of attncond (its schema is {schema}, "
+                f"this version reads {SCHEMA}): use that version, or `attncond lab collect` again"
+            )
+        if schema != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
         return [
-            Run(
-                os.fspath(path),
-                run["config"],
-                tuple(run["metrics"]),
-                run["result"],
-                # Nobody goes on with what was collected.
-                "stopped" if run["state"] == "running" else run["state"],
-                tuple(run["notes"]),
-                Curves.from_dict(run["curves"]),
+            _known(
+                Run(
+                    os.fspath(path),
+                    run["config"],
+                    tuple(run["metrics"]),
+                    run["result"],
+                    # Nobody goes on with what was collected.
+                    "stopped" if run["state"] == "running" else run["state"],
+                    tuple(run["notes"]),
+                    Curves.from_dict(run["curves"]),
+                )
             )
             for run in record["runs"]
         ]
@@ -173,11 +182,15 @@ def _folder(folder: Path) -> Run:
     state = _state(folder, result, metrics)
     if state == "finished" and number((result or {}).get("test_accuracy")) is None:
         notes.append("it has no test accuracy: the test set was left unread")
-    run = Run(os.fspath(folder), config, metrics, result, state, tuple(notes))
+    return _known(Run(os.fspath(folder), config, metrics, result, state, tuple(notes)))
+
+
+def _known(run: Run) -> Run:
+    """A run of a method that this version does not have cannot be compared: it is broken."""
     try:
         _ = run.methods
     except ConditioningError as error:
-        return replace(run, state="broken", notes=(*notes, str(error)))
+        return replace(run, state="broken", notes=(*run.notes, str(error)))
     return run
 
 

@@ -69,11 +69,12 @@ class Run:
 
     @property
     def seed(self) -> int:
-        return int(self.get("seed", -1))
+        seed = number(self.get("seed"))
+        return -1 if seed is None else int(seed)
 
     @property
     def epochs(self) -> int:
-        return int(self.get("schedule.epochs", 0))
+        return int(number(self.get("schedule.epochs")) or 0)
 
     @property
     def name(self) -> str:
