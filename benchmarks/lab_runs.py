@@ -38,6 +38,14 @@ CHOOSE: dict[str, list[Part]] = {
         (["vit"], ["spectral-qk", "spectral-v", "spectral-head"], [0]),
         (["deit", "vit"], ["spectral-1.5"], [0]),
     ],
+    # Larger effective weights.
+    "gain": [
+        (["swin"], ["spectral-gain-2-tuned-0.5", "spectral-gain-2"], [0, 1]),
+        (["davit"], ["spectral-gain-2-tuned-0.5", "spectral-gain-2"], [0, 1]),
+        (["xcit"], ["spectral-gain-2"], [0]),
+        (["swin", "davit"], ["spectral-gain-3-tuned-0.35"], [0]),
+        (["deit", "vit"], ["spectral-gain-1.5", "spectral-gain-2-tuned-0.5"], [0]),
+    ],
     # Methods together, and RemoveGap() at the rates that the stock Swin likes.
     "combine": [
         (["swin"], ["spectral+gap", "gap-tuned-0.25", "gap-tuned-0.1"], [0, 1]),

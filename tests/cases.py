@@ -154,7 +154,7 @@ CASE = {case.name: case for case in CASES}
 METHODS = {
     "default": ac.Spectral(),
     "kappa-1.5-head": ac.Spectral(kappa=1.5, scope="head"),
-    "lam-literal-qk": ac.Spectral(lam=0.7, preserve_norm=False, roles="qk"),
+    "lam-literal-qk": ac.Spectral(lam=0.7, preserve_norm=False, roles="qk", gain=0.6),
     "paper": ac.Spectral.paper(),
     "paper-svd": ac.Spectral.paper_svd(),
     "polar-head-v": ac.Spectral(correction="polar", scope="head", roles="v"),

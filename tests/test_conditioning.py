@@ -28,8 +28,8 @@ def reference(matrix: Tensor, method: ac.Spectral) -> Tensor:
         lam = method.lam or float(sigma[0]) * (kappa + 1) / (kappa - 1)
         shifted = matrix + lam * torch.eye(*matrix.shape, dtype=matrix.dtype)
     if not method.preserve_norm:
-        return shifted
-    return shifted * (sigma[0] / torch.linalg.matrix_norm(shifted, ord=2))
+        return method.gain * shifted
+    return method.gain * shifted * (sigma[0] / torch.linalg.matrix_norm(shifted, ord=2))
 
 
 def modify_by_hand(model: nn.Module, method: ac.Spectral) -> None:

@@ -133,7 +133,9 @@ METHODS = {
     "identity": ac.Spectral(),
     "identity-head": ac.Spectral(kappa=1.5, scope="head"),
     "literal": ac.Spectral(lam=0.5, preserve_norm=False),
+    "gain": ac.Spectral(gain=2.5),
     "polar": ac.Spectral(correction="polar"),
+    "polar-gain": ac.Spectral(correction="polar", gain=0.4),
     "polar-head": ac.Spectral(correction="polar", scope="head", preserve_norm=False),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
@@ -149,7 +151,9 @@ def by_hand(matrix: Tensor, method: ac.Spectral) -> Tensor:
         target = method.kappa or 2.0
         lam = method.lam or float(sigma[0]) * (target + 1) / (target - 1)
         changed = matrix + lam * torch.eye(*matrix.shape, dtype=matrix.dtype)
-    return changed * (sigma[0] / torch.linalg.svdvals(changed)[0] if method.preserve_norm else 1)
+    if method.preserve_norm:
+        changed = changed * (sigma[0] / torch.linalg.svdvals(changed)[0])
+    return method.gain * changed
 
 
 def as_matrix(raw: Tensor, weight: Weight) -> Tensor:

@@ -187,6 +187,7 @@ def test_lambda_over_sigma(tmp_path):
         "spectral:lam=1.22",
         "paper",
         "spectral:roles=qk",
+        "spectral:gain=2",
     ):
         Fake(text.replace(":", "-"), methods=(text,), **common).write(tmp_path)
     (setting,) = settings(tmp_path)

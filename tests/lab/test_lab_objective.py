@@ -102,7 +102,13 @@ def test_code_is_shared_where_only_numbers_differ():
     assert key(optim__lr=1e-3) == key(optim__lr=2e-3, optim__qkv_lr=0.3, optim__weight_decay=0.0)
     assert key(schedule__epochs=3) == key()
     spectral = key(["spectral"])
-    for same in ("kappa=1.5", "lam=0.5", "preserve_norm=false", "lam=10,preserve_norm=false"):
+    for same in (
+        "kappa=1.5",
+        "lam=0.5",
+        "gain=2",
+        "preserve_norm=false",
+        "lam=10,preserve_norm=false",
+    ):
         assert key([f"spectral:{same}"]) == spectral, same
     assert key(["paper"]) == spectral
     assert key(["polar"]) == key(["paper-svd"])  # which keep the norm, and do not

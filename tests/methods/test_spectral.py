@@ -91,6 +91,7 @@ NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "2", [2.0]]
             ({"correction": "polar", "refresh_every": n}, "refresh_every must be a whole number")
             for n in (0, -1, 1.5, True, math.nan, math.inf, None, "2")
         ),
+        *(({"gain": g}, "gain must be a finite number above 0") for g in NOT_NUMBERS),
         ({"refresh_every": 2}, "refresh_every belongs to correction='polar'"),
         ({"correction": "polar", "kappa": 1.5}, "takes neither kappa nor lam"),
         ({"correction": "polar", "lam": 1.5}, "takes neither kappa nor lam"),
@@ -233,8 +234,10 @@ def test_by_hand_and_literal_terms() -> None:
     assert lam.tolist() == [0.25] * 3
     for i in range(3):
         assert norm(s[i] * shifted(a[i], 0.25)) == pytest.approx(norm(a[i]), rel=1e-10)
+    kept = s
     s, lam = ac.Spectral(kappa=3, preserve_norm=False).identity_terms(a)
     assert s.tolist() == [1.0] * 3
+    assert torch.allclose(ac.Spectral(lam=0.25, gain=3).identity_terms(a)[0], 3 * kept)
     assert [float(x) for x in lam] == pytest.approx([2 * norm(x) for x in a], rel=1e-10)
 
 

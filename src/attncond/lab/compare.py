@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -224,9 +224,10 @@ class Setting:
         found: list[tuple[float | None, Group]] = []
         for one in self.groups:
             method = one.spectral
-            if method is None or method.correction != "identity" or method.scope != "projection":
-                continue
-            if set(method.roles) != set("qkv"):
+            if (
+                method is None
+                or replace(method, kappa=None, lam=None, preserve_norm=True) != Spectral()
+            ):
                 continue
             if method.lam is None:
                 kappa = method.target or 2.0

@@ -97,7 +97,9 @@ def compile_key(config: Config) -> str:
     λ and s are buffers of the model, so that they may differ; what λ is added to may not.
     """
     methods = [
-        replace(m, kappa=None, lam=None, preserve_norm=True) if isinstance(m, Spectral) else m
+        replace(m, kappa=None, lam=None, preserve_norm=True, gain=1.0)
+        if isinstance(m, Spectral)
+        else m
         for m in config.conditioners()
     ]
     return repr((config.model, methods, config.data, config.train))

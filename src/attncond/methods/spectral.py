@@ -52,6 +52,7 @@ class Spectral:
             first bounds the second; the second says nothing of the first.
         roles: Which of W_Q, W_K, W_V, e.g. ``"qk"``.
         refresh_every: Optimizer steps between two refreshes of the polar factor.
+        gain: Multiplies s: effective weights start with so many times the norm.
 
     >>> Spectral(kappa=1.5).kappa
     1.5
@@ -64,6 +65,7 @@ class Spectral:
     scope: Literal["projection", "head"] = "projection"
     roles: str = "qkv"
     refresh_every: int = 1
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         if self.correction not in ("identity", "polar"):
@@ -84,6 +86,8 @@ class Spectral:
             raise ConditioningError(
                 f"refresh_every must be a whole number of steps, not {self.refresh_every!r}"
             )
+        if not (_is_number(self.gain) and self.gain > 0):
+            raise ConditioningError(f"gain must be a finite number above 0, not {self.gain!r}")
         if self.correction == "polar":
             if self.kappa is not None or self.lam is not None:
                 raise ConditioningError(
@@ -133,10 +137,10 @@ class Spectral:
             slack = 1 + 8 * torch.finfo(norm.dtype).eps
             lam = norm * ((kappa + 1) / (kappa - 1) * slack)
         if not self.preserve_norm:
-            return torch.ones_like(norm), lam
+            return torch.full_like(norm, self.gain), lam
         shifted = matrix.to(norm.dtype, copy=True)
         shifted.diagonal(dim1=-2, dim2=-1).add_(lam[:, None])
-        return norm / spectral_norm(shifted), lam
+        return self.gain * norm / spectral_norm(shifted), lam
 
     def polar_terms(self, matrix: Tensor, width: int) -> tuple[Tensor, PolarState]:
         """s and the first polar state of each matrix of a batch (b, m, n), from scratch.
@@ -146,7 +150,7 @@ class Spectral:
         norm = spectral_norm(matrix)
         state = PolarState(polar(matrix, norm), norm, start_block(matrix, width))
         # σ_max(W + σ_max U) = 2 σ_max exactly, at the start and after every refresh.
-        return torch.full_like(norm, 0.5 if self.preserve_norm else 1.0), state
+        return torch.full_like(norm, self.gain * (0.5 if self.preserve_norm else 1.0)), state
 
 
 Refresh = Literal["track", "anchor", "scratch"]
