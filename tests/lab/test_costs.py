@@ -33,7 +33,7 @@ def test_both_tables_without_any_run():
     assert vit["overhead_output"] == pytest.approx(1 / (2 * 768))
     assert memory.data[0]["parameters"] == 12 * 3 * 768**2
     ((_, command),) = memory.missing
-    assert command.startswith("attncond lab run vit-cifar10 --variants baseline,")
+    assert command.startswith("attncond lab run vit-cifar10 --form small --variants baseline,")
 
 
 def test_measured_memory_stands_beside(tmp_path):

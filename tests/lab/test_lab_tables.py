@@ -1,6 +1,7 @@
 """The papers' tables from made-up runs: what stands in them, and what they say is missing."""
 
 import json
+from pathlib import Path
 
 import pytest
 from fabricate import Fake, study, sweep
@@ -174,9 +175,23 @@ def test_one_unfinished_run_is_enough_for_every_table(tmp_path, number):
         assert make(found)
     if number == "1":
         assert row(found, "ViT-B", "baseline")["seeds"] == "0 + 1 unfinished"
-        assert ("attncond lab run vit-cifar10 --form small --variants baseline --seeds 5") in [
-            command for _, command in found.missing
-        ]
+        command = "attncond lab run vit-cifar10 --form small --variants baseline --seeds 5"
+        assert f"{command} --out {tmp_path}" in [command for _, command in found.missing]
+
+
+def test_more_seeds_are_asked_for_with_the_settings_of_those_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Fake("gap", methods=("gap",), epochs=40).write(Path("runs"))
+    folder.parent.rename(folder.parents[1] / "gap@epochs=40")
+    Fake("gap", methods=("gap",), epochs=40, changes={"optim.lr": 0.002}).write(Path("a b"))
+    Fake("own", methods=("gap",), recipe="mine").write(Path("runs"))
+    asked = [how for what, how in table(1, load_runs(["runs", "a b"])).missing if "gap" in what]
+    start = "attncond lab run vit-cifar10 --form small --variants gap --seeds 5"
+    assert sorted(asked) == [
+        "attncond lab run mine.yaml --form small --variants own --seeds 5",
+        f"{start} --grid schedule.epochs=40",
+        f"{start} --set optim.lr=0.002 --set schedule.epochs=40 --out 'a b'",
+    ]
 
 
 def test_broken_runs_are_told(tmp_path):

@@ -31,7 +31,7 @@ _MODELS = {
     "XCiT-M": "xcit_m24",
     "DaViT-B": "davit_b",
 }
-_MEASURE = "attncond lab run vit-cifar10 --variants baseline,spectral"
+_MEASURE = "attncond lab run vit-cifar10 --form small --variants baseline,spectral"
 _TEXTS = frozenset(("model", "paper", "variant", "data"))
 
 

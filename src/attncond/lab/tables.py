@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from attncond.errors import ConditioningError
 from attncond.lab.compare import ARCHITECTURES, Group, Setting, Study, group
 from attncond.lab.rows import COLUMNS, Line, Paper, cells, explained, numbers, paper_text
 from attncond.lab.rows import significance as corrected_for_several
-from attncond.lab.runs import ResultsError, Run
+from attncond.lab.runs import ResultsError, Run, flat
 from attncond.lab.sheet import Table
 from attncond.methods import Spectral
 
@@ -241,20 +243,42 @@ def _table(
 def _missing(lines: Sequence[Line], name: str) -> Iterable[tuple[str, str]]:
     """What would complete a table, and the commands for it, each once."""
     asked: dict[str, list[str]] = {}
-    more: dict[tuple[str, str], list[Group]] = {}
+    more: dict[tuple[str, str], list[Group]] = {}  # before and after the variants
     for line in lines:
         if line.own is None:
             command = _recipe_for(name, line.lead["model"])
             asked.setdefault(command, []).append(f"{line.lead['model']}, {line.lead['variant']}")
         elif len(line.own[1].finished) + line.own[1].diverged < WANTED:
-            run = line.own[1].first
-            more.setdefault((run.recipe, run.form), []).append(line.own[1])
-    for (recipe, form), groups in more.items():
+            more.setdefault(_as_it_was(line.own[1].first), []).append(line.own[1])
+    for (start, end), groups in more.items():
         variants = ",".join(dict.fromkeys(g.first.variant for g in groups))
-        command = f"attncond lab run {recipe} --form {form} --variants {variants} --seeds 5"
+        command = f"{start} --variants {variants} --seeds 5{end}"
         model = groups[0].first.architecture
         asked[command] = [f"{model}, {g.label}: {g.seeds} of 5 seeds" for g in groups]
     return [("; ".join(dict.fromkeys(what)), command) for command, what in asked.items()]
+
+
+def _as_it_was(run: Run) -> tuple[str, str]:
+    """How a run was made: recipe and form, and what was said besides."""
+    from attncond.lab.recipe import load
+
+    name, said = run.recipe, ""
+    place = Path(run.source)
+    try:
+        own = flat(load(name).config(run.form, run.variant).model_dump(mode="json"))
+    except ConditioningError:  # a file of one's own, or a variant that there was once
+        name += "" if name in _recipes() else ".yaml"
+    else:
+        option = "--grid" if "@" in place.parent.name else "--set"
+        for key, value in flat(run.config).items():
+            known = key in own or key.startswith("model.kwargs.")
+            if known and value != own.get(key):
+                text = value if isinstance(value, str) else json.dumps(value)
+                said += f" {option} {shlex.quote(f'{key}={text}')}"
+    for root in place.parents[3:4]:
+        if root != Path("runs") and root / run.recipe / run.form == place.parents[1]:
+            said += f" --out {shlex.quote(str(root))}"
+    return f"attncond lab run {name} --form {run.form}", said
 
 
 def _recipe_for(name: str, architecture: str) -> str:
