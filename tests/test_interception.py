@@ -9,6 +9,7 @@ from naive import attention, conditioned
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._pytree import tree_leaves
 
 import attncond as ac
@@ -349,6 +350,21 @@ def test_causal_by_flag(form, queries, keys, on):
     heads = 4 if form is causal_grouped else 2
     tensors = [normal(generator, 2, h, n, 3) for h, n in ((heads, queries), (2, keys), (2, keys))]
     visible = torch.ones(queries, keys, dtype=torch.bool).tril()
+    compare(conditioned(form, *on), tensors, None, on, visible, None)
+
+
+@methods
+@pytest.mark.parametrize(("queries", "keys"), [(1, 4), (3, 5), (4, 4), (5, 3)])
+@pytest.mark.parametrize("corner", [causal_upper_left, causal_lower_right])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_by_a_bias_of_torch(corner, queries, keys, on):
+    def form(q, k, v, mask):
+        return sdpa(q, k, v, attn_mask=corner(queries, keys))
+
+    generator = torch.Generator().manual_seed(5)
+    tensors = [normal(generator, 2, 2, n, 3) for n in (queries, keys, keys)]
+    diagonal = 0 if corner is causal_upper_left else keys - queries
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(diagonal)
     compare(conditioned(form, *on), tensors, None, on, visible, None)
 
 

@@ -176,6 +176,17 @@ class FusedAttention(NamedTuple):
         """What q·kᵀ is multiplied by."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
+    def with_plain_mask(self) -> FusedAttention:
+        """The same, with a mask of torch.nn.attention.bias as the flag or the tensor it means."""
+        bias: Any = self.attn_mask
+        if type(bias).__name__ != "CausalBias":  # by name: importing it takes torch._dynamo along
+            return self
+        queries, keys = bias.seq_len_q, bias.seq_len_kv
+        if bias.variant.name == "UPPER_LEFT" or queries == keys:
+            return self._replace(attn_mask=None, is_causal=True)
+        square = torch.ones(queries, keys, dtype=torch.bool, device=self.query.device)
+        return self._replace(attn_mask=square.tril(keys - queries))
+
     def run(self) -> Tensor:
         """The heads' outputs."""
         func, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = self

@@ -163,6 +163,7 @@ class Interception(TorchFunctionMode):
                 f"nested tensors in the attention of {self.path or 'the model'} are not supported; "
                 "use padded tensors and a mask"
             )
+        attention = attention.with_plain_mask()
         gap, mask, causal = self.gap is not None, attention.attn_mask, attention.is_causal
         acts = gap or self.precondition is not None
         plain = mask is None and not attention.dropout_p
