@@ -46,6 +46,7 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
     jobs = [
         job(config(), tmp_path / "good", None, True, False, None),
         job(config(), taken, None, True, True, None),
+        job(config(), taken / "config.json" / "no", None, True, True, None),
         job(config(), tmp_path / "late", None, True, True, time.time()),
         job(config(optim__lr=1e20), tmp_path / "wild", None, True, True, None),
         broken,
@@ -60,11 +61,13 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [a["state"] for a in answers] == ["finished", "failed", "stopped", "diverged", "broken"]
+    states = ["finished", "failed", "failed", "stopped", "diverged", "broken"]
+    assert [a["state"] for a in answers] == states
     assert done.returncode == 1
-    good, failed, late, wild, last = (a["message"] for a in answers)
+    good, failed, nowhere, late, wild, last = (a["message"] for a in answers)
     assert (good, wild) == ("", "")
     assert 'recipe was "another" and is "digits"' in failed
+    assert nowhere.endswith("cannot be written: Not a directory. Choose another with --out")
     assert "time limit at step 1 of 10" in late
     assert "validation errors for Config" in last
     assert last.endswith(f"see {tmp_path / 'broken' / 'log.txt'}")

@@ -47,8 +47,13 @@ def work() -> int:
     for line in sys.stdin:
         told = json.loads(line)
         folder = Path(told["folder"])
-        folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            message = f"{folder} cannot be written: {error.strerror}. Choose another with --out"
+            print(json.dumps({"state": "failed", "message": message}), file=answers, flush=True)
+            continue
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
