@@ -219,6 +219,17 @@ def test_memory_that_does_not_suffice(tmp_path, monkeypatch):
         quiet(config(), tmp_path)
 
 
+@pytest.mark.parametrize("number", [28, 13])  # a full disk; what nobody has thought of
+def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch, number):
+    def full(*_):
+        raise OSError(number, "No space left on device")
+
+    monkeypatch.setattr("attncond.lab.folder.write_text", full)
+    wanted = (RunError, "Make room") if number == 28 else (PermissionError, "No space")
+    with pytest.raises(wanted[0], match=wanted[1]):
+        quiet(config(), tmp_path)
+
+
 def test_a_disk_that_is_full_ends_the_run_with_what_to_do(tmp_path, monkeypatch):
     from attncond.lab import checkpoint
 

@@ -181,7 +181,10 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise RunError(f"{self._metrics} cannot be written: {error.strerror}") from error
+            raise RunError(
+                f"{self._metrics} cannot be written: {error.strerror}. Make room, and the same "
+                "command goes on"
+            ) from error
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

@@ -24,6 +24,7 @@ number of processes changes nothing but rounding, and the random numbers of drop
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 from contextlib import ExitStack, nullcontext
@@ -52,6 +53,7 @@ __all__ = ["cosine", "train"]
 
 LOOK_EVERY = 100  # steps between two looks at the loss, for which the host waits for the device
 PROBE = 8  # validation images that the Monitor looks at
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # full, or broken
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,6 +99,12 @@ def train(
         raise RunError(
             f"the device's memory does not suffice: {error}\nCompute a batch in more parts "
             "(--set train.accumulate=2), or a smaller one (--set train.batch_size=...)"
+        ) from error
+    except OSError as error:
+        if error.errno not in _OF_DISKS:
+            raise
+        raise RunError(
+            f"{folder} cannot be written: {error}. Make room, and the same command goes on"
         ) from error
 
 

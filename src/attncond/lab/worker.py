@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -85,7 +86,8 @@ def _one(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     except Interrupted as error:
         return {"state": "stopped", "message": str(error)}
     except ConditioningError as error:
-        print(f"attncond: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the disk may be full
+            print(f"attncond: {error}", file=sys.stderr, flush=True)
         return {"state": "failed", "message": str(error)}
     except BaseException as error:
         traceback.print_exc()
