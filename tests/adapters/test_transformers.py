@@ -22,6 +22,7 @@ from packaging.version import Version  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModel  # noqa: E402
 
+import attncond as ac  # noqa: E402
 from attncond import adapters  # noqa: E402
 from attncond.adapters import _transformers_refused, structural  # noqa: E402
 from attncond.adapters._transformers_names import qualified  # noqa: E402
@@ -436,6 +437,22 @@ def test_refused_by_class(name, reason):
     (row,) = plan.unsupported
     assert row.reason == reason
     assert row.path == "0"
+
+
+@pytest.mark.parametrize("tokens", [16, 64], ids=["exchanged", "blocks"])
+def test_bigbird_keeps_its_conditioning_when_it_exchanges_its_attention(tokens):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": 20, "num_attention_heads": 2, "block_size": 4, "num_random_blocks": 1}
+    special = {"sep_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+    model = AutoModel.from_config(CONFIG_MAPPING["big_bird"](**sizes, **special)).eval()
+    ids = torch.arange(tokens)[None] % 20
+    handle = ac.condition(model, ac.RemoveGap())
+    without = model(ids).last_hidden_state
+    inside = type(model.encoder.layer[0].attention.self).__name__
+    assert inside == ("BigBirdSelfAttention" if tokens == 16 else "BigBirdBlockSparseAttention")
+    assert [s.path for s in inspect(model)] == ["encoder.layer.0.attention"]
+    handle.remove()
+    assert not torch.allclose(model(ids).last_hidden_state, without)
 
 
 def test_gpt_bigcode_cross_attention_is_refused():

@@ -86,9 +86,9 @@ OPAQUE = {
 SCATTERED = {
     "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
     "timm.models.vision_transformer.DiffParallelScalingBlock": _DIFFERENCE,
-    "transformers.models.big_bird.modeling_big_bird.BigBirdBlockSparseAttention": _SUM,
+    "transformers.models.big_bird.modeling_big_bird.BigBirdAttention": _SUM,
     "transformers.models.bigbird_pegasus.modeling_bigbird_pegasus."
-    "BigBirdPegasusBlockSparseAttention": _SUM,
+    "BigBirdPegasusEncoderAttention": _SUM,
     "transformers.models.led.modeling_led.LEDEncoderSelfAttention": _SUM,
     "transformers.models.longformer.modeling_longformer.LongformerSelfAttention": _SUM,
     "transformers.models.nystromformer.modeling_nystromformer.NystromformerSelfAttention": (
@@ -99,7 +99,7 @@ SCATTERED = {
 }
 
 # The cases of such classes that are possible.
-POSSIBLE = ("nystromformer-exact",)
+POSSIBLE = ("big_bird-full", "bigbird_pegasus", "nystromformer-exact")
 
 # Stock models of transformers before 5.22 that differ with sdpa and eager attention.
 APART = ("doge", "gemma2", "moshi", "t5gemma", "vaultgemma")
@@ -138,6 +138,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "timm.models.mvitv2.MultiScaleAttention": NORMALISED,
     "timm.models.shvit.SHSA": FOLLOWED,
     "timm.models.vision_transformer.DiffParallelScalingBlock": FOLLOWED,
+    "transformers.models.big_bird.modeling_big_bird.BigBirdAttention": FOLLOWED,
     "qk and scale norm": FOLLOWED,
     "albert": FOLLOWED,
     "bitnet": FOLLOWED,

@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
         2,
         type="big_bird",
         inputs=inputs.text64,
-        pieces={"BigBirdBlockSparseAttention": ({"q": "2.q", "k": "0.k", "v": "0.v"},)},
+        pieces={"BigBirdAttention": ({"q": "2.q", "k": "0.k", "v": "0.v"},)},
         config={
             "attention_type": "block_sparse",
             "block_size": 4,
@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
         4,
         type="bigbird_pegasus",
         inputs=inputs.s2s64,
-        pieces={"BigBirdPegasusBlockSparseAttention": ({"q": "2.q", "k": "0.k", "v": "0.v"},)},
+        pieces={"BigBirdPegasusEncoderAttention": ({"q": "2.q", "k": "0.k", "v": "0.v"},)},
         config={
             "attention_type": "block_sparse",
             "block_size": 4,

@@ -41,14 +41,28 @@ def shifted_windows(module: Any) -> Site:
     return replace(_matched(module), kind="window", hidden=-50.0)
 
 
+@models("big_bird.BigBirdAttention", "bigbird_pegasus.BigBirdPegasusEncoderAttention")
+def block_sparse(module: Any) -> Site:
+    """Three linear projections; windows, random blocks and global blocks of keys, or all of them.
+
+    They are in a module inside, which transformers exchanges where an input is too short for
+    blocks, with the same projections: so the one around it, which stays, is the site.
+    """
+    site = _matched(module.self)
+    if module.attention_type == "original_full":
+        return site
+    return replace(site, scattered=f"{_BLOCKS}: window, random and global blocks")
+
+
 @models(
     "big_bird.BigBirdBlockSparseAttention",
+    "big_bird.BigBirdSelfAttention",
     "bigbird_pegasus.BigBirdPegasusBlockSparseAttention",
+    "bigbird_pegasus.BigBirdPegasusSelfAttention",
 )
-def block_sparse(module: Any) -> Site:
-    """Three linear projections; windows, random blocks and global blocks of keys."""
-    scattered = f"{_BLOCKS}: window, random and global blocks"
-    return replace(_matched(module), scattered=scattered)
+def inside_block_sparse(module: Any) -> tuple[Site, ...]:
+    """The part of :func:`block_sparse` that is exchanged."""
+    return ()
 
 
 @models("pegasus_x.PegasusXGlobalLocalAttention")
