@@ -48,13 +48,14 @@ def test_a_grid_has_folders_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("1", [0]), ("3", [0, 1, 2]), ("2-4", [2, 3, 4]), ("0,7-8", [0, 7, 8])]
+    ("text", "wanted"),
+    [("1", [0]), ("3", [0, 1, 2]), ("2-4", [2, 3, 4]), ("0,7-8", [0, 7, 8]), ("5,", [5])],
 )
 def test_seeds(text, wanted):
     assert seeds_of(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "0", "x", "-1", "4-2", "1,1", "1.5"])
+@pytest.mark.parametrize("text", ["", "0", "x", "-1", "4-2", "1,1", "1.5", ",", "1,,"])
 def test_seeds_that_are_none(text, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["digits", "--seeds", text])

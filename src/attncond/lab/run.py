@@ -195,14 +195,14 @@ def _rank() -> int:
 
 
 def seeds_of(text: str) -> list[int]:
-    """``5``: the first five; ``2-4``: two, three and four; ``0,7``: these.
+    """``5``: the first five; ``2-4``: two, three and four; ``0,7``: these; ``5,``: this one.
 
-    >>> seeds_of("3"), seeds_of("2-4"), seeds_of("0,7")
-    ([0, 1, 2], [2, 3, 4], [0, 7])
+    >>> seeds_of("3"), seeds_of("2-4"), seeds_of("0,7"), seeds_of("5,")
+    ([0, 1, 2], [2, 3, 4], [0, 7], [5])
     """
     try:
         found: list[int] = []
-        for part in text.split(","):
+        for part in text.removesuffix(",").split(","):
             first, _, last = part.partition("-")
             found += range(int(first), int(last or first) + 1)
         if text.isdecimal():
