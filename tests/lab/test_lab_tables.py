@@ -61,7 +61,7 @@ def test_table_1(all_runs):
     assert row(found, "ViT-B", "paper")["paper"] == "81.7 ± 0.38"
     assert row(found, "ViT-B", "paper")["Δ baseline"].startswith("-44.")
     assert row(found, "ViT-B", "paper")["epochs to baseline"] == "never"
-    assert any("CIFAR-10 (JPEG copy), form small, 20 epochs" in note for note in found.notes)
+    assert any("cifar10 at 32×32, small, 20 epochs" in note for note in found.notes)
     # A sweep over λ has a table of its own.
     assert not [r for r in rows(found) if "lam=" in r["variant"]]
 
@@ -213,9 +213,12 @@ def test_several_data_sets_get_a_column(tmp_path):
     Fake(epochs=40).write(tmp_path / "b")
     found = table(1, load_runs([tmp_path]))
     assert {r["data"] for r in rows(found) if r["own"] != "–"} == {
-        "CIFAR-10 (JPEG copy), form small, 20 epochs",
-        "CIFAR-10 (JPEG copy), form small, 40 epochs",
+        "cifar10 at 32×32, small, 20 epochs",
+        "cifar10 at 32×32, small, 40 epochs",
     }
+    notes = [note for note in found.notes if note.startswith("own, cifar10 at 32×32, small, ")]
+    assert len(notes) == 2  # the column's words, and all that is to be said of them
+    assert all("CIFAR-10 (JPEG copy), form small" in note for note in notes)
 
 
 def test_there_is_no_such_table():

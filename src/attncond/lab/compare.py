@@ -143,6 +143,12 @@ class Setting:
         return f"{self.data}, form {self.form}, {self.epochs} epochs"
 
     @property
+    def short(self) -> str:
+        """The same for a column."""
+        size = self.groups[0].first.get("data.image_size", "?")
+        return f"{self.data_name} at {size}×{size}, {self.form}, {self.epochs} epochs"
+
+    @property
     def data_name(self) -> str:
         """In a word."""
         return str(self.groups[0].first.get("data.name", "?"))

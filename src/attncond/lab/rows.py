@@ -141,11 +141,13 @@ def explained(lines: Sequence[Line]) -> list[str]:
     on = own[0][1].on
     which = "test set, read once at the end" if on == "test" else "validation images"
     notes = []
-    for place in dict.fromkeys(setting.own for setting, _ in own):
+    places = {setting.own: setting.short for setting, _ in own}
+    for place, short in places.items():
         models = dict.fromkeys(setting.model for setting, _ in own if setting.own == place)
+        start = f"own, {short}" if len(places) > 1 else "own"
         notes.append(
-            f"own: {place}, {', '.join(models)}; accuracy in percent on the {which}, mean ± std of "
-            "the seeds."
+            f"{start}: {place}, {', '.join(models)}; accuracy in percent on the {which}, mean ± "
+            "std of the seeds."
         )
     notes.append(
         "p: Welch's t-test, two-sided, uncorrected; * and ** are below 0.05 and 0.01 after Holm's "

@@ -228,7 +228,7 @@ def _table(
     rows = []
     for place, line in enumerate(lines):
         start = [line.lead[key] for key in lead]
-        start += [line.setting.own if line.setting else "–"] if several else []
+        start += [line.setting.short if line.setting else "–"] if several else []
         start += [paper_text(line.paper)] if paper else []
         rows.append((*start, *cells(line, corrected[place])))
     data = tuple(numbers(line, corrected[place]) for place, line in enumerate(lines))
