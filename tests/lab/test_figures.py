@@ -125,6 +125,8 @@ def test_no_runs_for_it_is_an_error_with_a_command(tmp_path, name):
 def test_mistakes_are_told(tmp_path, runs):
     with pytest.raises(ResultsError, match="no figure 4 here; there are 2, 3, 5"):
         figure(4, runs, tmp_path / "f.png")
+    with pytest.raises(ResultsError, match="a finished baseline and nosuch beside it"):
+        figure("pre2", runs, tmp_path / "f.png", "nosuch")
     with pytest.raises(ResultsError, match=r"should end in \.png"):
         figure(2, runs, tmp_path / "f.gif")
     with pytest.raises(ResultsError, match="there is no folder"):
