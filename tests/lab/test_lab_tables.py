@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fabricate import Fake, study, sweep
 
-from attncond.lab.results import load_runs
+from attncond.lab.results import collect, dumps, load_runs
 from attncond.lab.runs import ResultsError
 from attncond.lab.sheet import FORMATS, Table
 from attncond.lab.stats import difference, holm
@@ -61,7 +61,7 @@ def test_table_1(all_runs):
     assert row(found, "ViT-B", "paper")["paper"] == "81.7 ± 0.38"
     assert row(found, "ViT-B", "paper")["Δ baseline"].startswith("-44.")
     assert row(found, "ViT-B", "paper")["epochs to baseline"] == "never"
-    assert any("cifar10 at 32×32, small, 20 epochs" in note for note in found.notes)
+    assert any("CIFAR-10 (JPEG copy), form small, 20 epochs" in note for note in found.notes)
     # A sweep over λ has a table of its own.
     assert not [r for r in rows(found) if "lam=" in r["variant"]]
 
@@ -206,6 +206,16 @@ def test_on_validation(all_runs):
     found = table(1, all_runs, on="validation")
     assert any("validation images" in note for note in found.notes)
     assert found.data[0]["on"] == "validation"
+
+
+def test_a_run_that_recipes_share_is_in_the_tables_of_all_of_them(tmp_path):
+    Fake(recipe="layernorm", variant="vit+spectral", methods=("spectral",)).write(tmp_path / "a")
+    Fake("spectral", methods=("spectral",)).write(tmp_path / "b")
+    runs = load_runs([tmp_path])
+    assert row(table(1, runs), "ViT-B", "spectral")["seeds"] == "1"
+    (tmp_path / "all.json").write_text(dumps(collect(runs, "attncond lab collect")))
+    runs = load_runs([tmp_path / "all.json"])
+    assert row(table(1, runs), "ViT-B", "spectral")["seeds"] == "1"
 
 
 def test_several_data_sets_get_a_column(tmp_path):

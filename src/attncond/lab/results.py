@@ -157,6 +157,7 @@ def _collection(path: Path) -> list[Run]:
                     "stopped" if run["state"] == "running" else run["state"],
                     tuple(run["notes"]),
                     Curves.from_dict(run["curves"]),
+                    tuple(run.get("shared", ())),
                 )
             )
             for run in record["runs"]
@@ -272,4 +273,5 @@ def _one_of(one: Run, other: Run) -> Run:
     same = kept.measured("test_accuracy") == left.measured("test_accuracy")
     note = f"{TWICE} {left.source}, which was left out" + ("" if same else ": it ended otherwise")
     curves = max(kept.curves, left.curves, key=lambda curves: len(curves.steps))
-    return replace(kept, notes=(*kept.notes, note), collected=curves)
+    recipes = dict.fromkeys((*kept.shared, left.recipe, *left.shared))
+    return replace(kept, notes=(*kept.notes, note), collected=curves, shared=tuple(recipes))

@@ -41,6 +41,7 @@ class Run:
     state: State
     notes: tuple[str, ...] = ()
     collected: Curves | None = field(default=None, repr=False)
+    shared: tuple[str, ...] = ()  # recipes that have run the same
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the configuration, ``schedule.epochs`` for one."""
@@ -151,6 +152,7 @@ class Run:
             "name": self.name,
             "state": self.state,
             "notes": list(self.notes),
+            **({"shared": list(self.shared)} if self.shared else {}),
             "result": {k: v for k, v in (self.result or {}).items() if k != "config"} or None,
             "config": dict(self.config),
             "metrics": [dict(point) for point in self.metrics],

@@ -308,7 +308,7 @@ def _belongs(g: Group, *names: str) -> bool:
     """Whether a table wants it: a sweep over λ, say, has a table of its own."""
     if g.is_baseline or g.is_tuned or _role_of(g) in ("paper", "paper-svd"):
         return True
-    known = [_recipes().get(run.recipe) for run in g.runs]
+    known = [_recipes().get(name) for run in g.runs for name in (run.recipe, *run.shared)]
     return any(not tables or any(t.startswith(names) for t in tables) for tables in known)
 
 
