@@ -276,6 +276,17 @@ def test_attach_refuses_what_it_cannot_follow():
         handle.attach("adam")
 
 
+def test_an_optimizer_that_is_gone_is_not_taken_for_the_next_one():
+    model = nn.MultiheadAttention(4, 2)
+    handle = ac.condition(model, ac.Spectral.paper_svd())
+    for _ in range(20):  # the allocator gives the same address again
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle.attach(optimizer)
+        with pytest.raises(ac.ConditioningError, match="attached already"):
+            handle.attach(optimizer)
+        del optimizer
+
+
 def test_attach_has_nothing_to_do_for_a_fixed_correction():
     model = vit.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -496,18 +507,31 @@ def test_a_checkpoint_of_another_scope_is_not_certified_for_this_one():
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("method", "dtype"),
     [
-        (lambda: ac.Spectral(lam=1e39, preserve_norm=False), "overflows"),
-        (lambda: ac.Spectral(lam=1e39), "overflows"),
+        (ac.Spectral(lam=1e39, preserve_norm=False), torch.float32),
+        (ac.Spectral(lam=1e39), torch.float32),
+        (ac.Spectral(lam=1e5, preserve_norm=False), torch.float16),
     ],
 )
-def test_a_correction_beyond_the_dtype_is_refused(build, message):
-    model = vit.make(dtype=torch.float32)
+def test_a_correction_beyond_the_dtype_is_refused(method, dtype):
+    model = vit.make(dtype=dtype)
     state = stock_state(model)
-    with pytest.raises(ac.ConditioningError, match=message):
-        ac.condition(model, build())
+    with pytest.raises(ac.ConditioningError, match="overflows"):
+        ac.condition(model, method)
     assert same_state(model, state)
+
+
+@pytest.mark.parametrize("correction", ["identity", "polar"])
+def test_weights_whose_norm_overflows_are_not_calibrated(correction):
+    model = nn.MultiheadAttention(8, 2)
+    handle = ac.condition(model, ac.Spectral(correction=correction))
+    with torch.no_grad():
+        model.get_parameter("in_proj_weight").fill_(3e38)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ac.ConditioningError, match="of in_proj_weight overflows"):
+        handle.calibrate()
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
 
 def test_calibrating_starts_the_count_of_steps_anew():

@@ -89,6 +89,26 @@ def test_parametrising_a_conditioned_module_is_refused_before_it_breaks(linear):
         assert isinstance(linear.weight, EffectiveWeight)
 
 
+def test_what_others_derived_from_the_class_survives_folding():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    handle = ac.condition(model, ac.Spectral())
+    nn.utils.parametrize.register_parametrization(model, "in_proj_bias", Twice())
+    x = torch.randn(2, 3, 8)
+    before = model(x, x, x)[0]
+    ac.condition(model, ac.RemoveGap()).remove()
+    torch.testing.assert_close(model(x, x, x)[0], before)
+    handle.fold()
+    assert type(model).__name__ == "ParametrizedMultiheadAttention"
+    assert type(model).__bases__ == (nn.MultiheadAttention,)
+    torch.testing.assert_close(model(x, x, x)[0], before)
+    nn.utils.parametrize.remove_parametrizations(model, "in_proj_bias")
+    assert type(model) is nn.MultiheadAttention
+
+
 def test_a_saved_copy_of_the_effective_weight_needs_no_attncond(linear):
     file = io.BytesIO()
     torch.save(linear.weight.detach(), file)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +78,6 @@ def condition(
         return Handle(model, method, heads=_condition_heads(model, plan, method, skip_unsupported))
     weights = select(model, plan, method, skip_unsupported)
     solved = solve(weights)
-    for weight, buffers in zip(weights, solved, strict=True):
-        if not all(b.is_meta or torch.isfinite(b).all() for b in buffers.values()):
-            raise ConditioningError(f"the correction of {weight} overflows {weight.raw.dtype}")
     try:
         for weight, buffers in zip(weights, solved, strict=True):
             install(weight.owner, weight.name, weight.correction, buffers)
@@ -183,7 +181,8 @@ class Handle:
         self._weights = list(weights)
         self._heads = list(heads)
         self._ended: str | None = None
-        self._hooks: dict[int, Any] = {}
+        # Weakly: an optimizer that is gone must not be taken for the next one at its address.
+        self._hooks: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         count = f"{len(self._weights)} weights" if self._weights else f"{len(self._heads)} sites"
@@ -218,17 +217,17 @@ class Handle:
             raise ConditioningError(
                 f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
-        if id(inner) in self._hooks:
+        if inner in self._hooks:
             raise ConditioningError("this optimizer is attached already")
         trained = {id(p) for group in inner.param_groups for p in group["params"]}
         followed = [w for w in self._weights if id(w.raw) in trained]
         if not followed:
             raise ConditioningError(
                 "this optimizer trains none of the conditioned weights; was it built for another "
-                "copy of the model?"
+                "copy of the model? Frozen weights need no attach."
             )
         hook = torch.compiler.disable(_Follower(followed))
-        self._hooks[id(inner)] = inner.register_step_post_hook(hook)
+        self._hooks[inner] = inner.register_step_post_hook(hook)
         return self
 
     @torch.no_grad()

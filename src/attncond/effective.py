@@ -10,7 +10,7 @@ s·(W + C), where C is λI or the polar correction.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -91,13 +91,20 @@ def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tens
     """The weight that the forward pass uses, as a plain tensor in the parameter's dtype."""
     raw = owner._parameters[name] if weight is None else weight
     assert raw is not None
-    axis = records(owner)[name].axis
-    scale = buffer(owner, name, "scale")
+    parts = {part: buffer(owner, name, part) for part in _PARTS}
+    return corrected(raw, records(owner)[name].axis, parts)
+
+
+_PARTS = ("scale", "shift", "diagonal", "correction")
+
+
+def corrected(raw: Tensor, axis: int, parts: Mapping[str, Tensor | None]) -> Tensor:
+    """s·(W + C) of a whole parameter, from the buffers of its correction."""
+    scale, correction = parts["scale"], parts.get("correction")
     assert scale is not None
     matrix = flat(raw, axis)
-    correction = buffer(owner, name, "correction")
     if correction is None:
-        shift, diagonal = buffer(owner, name, "shift"), buffer(owner, name, "diagonal")
+        shift, diagonal = parts["shift"], parts["diagonal"]
         assert shift is not None
         assert diagonal is not None
         columns = torch.arange(matrix.shape[1], device=matrix.device)
@@ -326,9 +333,21 @@ def conditioned_class(
 
 def recast(module: nn.Module) -> None:
     """Give a module the class that its records call for: its own, if there are none."""
-    base = getattr(type(module), "_attncond_base", type(module))
+    cls = type(module)
+    base = getattr(cls, "_attncond_base", cls)
     names, heads = tuple(sorted(records(module))), conditioned_heads(module) is not None
-    module.__class__ = conditioned_class(base, names, heads) if names or heads else base
+    module.__class__ = _rebased(
+        cls, conditioned_class(base, names, heads) if names or heads else base
+    )
+
+
+def _rebased(cls: type, new: type[nn.Module]) -> type[nn.Module]:
+    """``new``, with what others derived from the class before (parametrize, fully_shard) on top."""
+    if not issubclass(cls, Conditioned) or "_attncond_base" in vars(cls):
+        return new
+    bases = tuple(_rebased(b, new) if issubclass(b, Conditioned) else b for b in cls.__bases__)
+    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(cls.__name__.replace("Conditioned", ""), bases, members)
 
 
 def install(

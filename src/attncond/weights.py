@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from attncond.effective import Correction, buffer, check_calibrated, effective, flat, full
+from attncond.effective import (
+    Correction,
+    buffer,
+    check_calibrated,
+    corrected,
+    effective,
+    flat,
+    full,
+)
 from attncond.errors import ConditioningError
 from attncond.linalg import condition_number, spectral_norm
 from attncond.methods.spectral import PolarState, Refresh, follow, shift_certificate
@@ -118,7 +126,7 @@ def _width(weight: Weight) -> int:
 @torch.inference_mode(False)  # buffers that autograd may meet later
 @torch.no_grad()
 def solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
-    """The buffers of every weight, computed before the model is touched."""
+    """The buffers of every weight, computed and checked before the model is touched."""
     blank = {id(w): _blank(w) for w in weights}
     for batch in _batches(w for w in weights if not w.raw.is_meta):
         method = batch[0].weight.correction.method
@@ -130,11 +138,30 @@ def solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
                 _put(buffers["scale"], item.index, s)
                 _put(buffers["shift"], item.index, shift)
         else:
-            scale, state = method.polar_terms(matrix, _width(batch[0].weight))
+            try:
+                scale, state = method.polar_terms(matrix, _width(batch[0].weight))
+            except ValueError as error:  # weights are finite here, so that it is their norm
+                big = max(batch, key=lambda item: float(item.matrix.abs().amax()))
+                raise _overflow(big.weight) from error
             for item, s in zip(batch, scale, strict=True):
                 _put(blank[id(item.weight)]["scale"], item.index, s)
             _store(batch, state, blank)
+    for weight in weights:
+        buffers = blank[id(weight)]
+        if weight.raw.is_meta:
+            continue
+        # Half precision overflows where the float32 of λ and s does not.
+        result = corrected(full(weight.raw), weight.correction.axis, buffers)
+        if not all(torch.isfinite(b).all() for b in (*buffers.values(), result)):
+            raise _overflow(weight)
     return list(blank.values())
+
+
+def _overflow(weight: Weight) -> ConditioningError:
+    return ConditioningError(
+        f"the correction of {weight} overflows {weight.raw.dtype}: its weights, lam or gain are "
+        "too large; nothing was changed"
+    )
 
 
 def _blank(weight: Weight) -> dict[str, Tensor]:
