@@ -87,6 +87,32 @@ def full(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
+_DIGITS = 5
+
+
+def encode(columns: Tensor) -> Tensor:
+    """Where each row carries λ, or -1, as digits (rows, 5) that survive being averaged.
+
+    Averages of models average buffers, too, and of equal whole numbers may make the one below:
+    0.9·7 + 0.1·7 is 6.9999995 in float32. So each hexadecimal digit is the middle of 16 numbers.
+    """
+    return (((columns[:, None] + 1) >> _bits(columns)) % 16 << 4) + 8
+
+
+def decode(code: Tensor) -> Tensor:
+    """Undo :func:`encode`."""
+    return (code >> 4 << _bits(code)).sum(1) - 1
+
+
+def with_code(key: str, value: Tensor) -> Tensor:
+    """A tensor of a checkpoint; those written before there was a code have plain columns."""
+    return encode(value) if key.endswith("_diagonal") and value.ndim == 1 else value
+
+
+def _bits(like: Tensor) -> Tensor:
+    return torch.arange(0, 4 * _DIGITS, 4, device=like.device)
+
+
 def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:
     """The weight that the forward pass uses, as a plain tensor in the parameter's dtype."""
     raw = owner._parameters[name] if weight is None else weight
@@ -108,7 +134,7 @@ def corrected(raw: Tensor, axis: int, parts: Mapping[str, Tensor | None]) -> Ten
         assert shift is not None
         assert diagonal is not None
         columns = torch.arange(matrix.shape[1], device=matrix.device)
-        ones = columns == diagonal[:, None]
+        ones = columns == decode(diagonal)[:, None]
         zero = torch.zeros((), dtype=shift.dtype, device="cpu")  # whatever the default device is
         correction = torch.where(ones, shift[:, None], zero)
     # In the buffers' float32 or float64 up to here: λ and W differ in size, so that in half
@@ -234,6 +260,9 @@ class Conditioned(nn.Module):
         return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key in (prefix + buffer_name(name, "diagonal") for name in records(self)):
+            if key in state_dict:
+                state_dict[key] = with_code(key, state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, *args)
         if not records(self):
             return

@@ -13,6 +13,7 @@ from torch import nn
 
 from attncond import checkpoints
 from attncond.checkpoints import CheckpointError, Tensors
+from attncond.effective import decode, with_code
 from attncond.methods import Spectral
 from attncond.methods.parse import method_name
 from attncond.sources import build, library, one_line, split
@@ -202,6 +203,7 @@ def restore(model: nn.Module, corrections: Tensors, method: Spectral | None, wei
             f"{'polar' if polar else 'spectral'}, or call handle.fold() before you save it."
         )
     own = {k: v for k, v in model.state_dict().items() if checkpoints.is_correction(k)}
+    corrections = {k: with_code(k, v) for k, v in corrections.items()}
     missing, unexpected = own.keys() - corrections.keys(), corrections.keys() - own.keys()
     both = own.keys() & corrections.keys()
     shapes = [(k, corrections[k].shape, own[k].shape) for k in both]
@@ -223,4 +225,4 @@ def restore(model: nn.Module, corrections: Tensors, method: Spectral | None, wei
 
 
 def _pattern(key: str, value: torch.Tensor) -> torch.Tensor:
-    return value if key.endswith("_diagonal") else value != 0
+    return decode(value) if key.endswith("_diagonal") else value != 0

@@ -17,7 +17,9 @@ from attncond.effective import (
     buffer,
     check_calibrated,
     corrected,
+    decode,
     effective,
+    encode,
     flat,
     full,
 )
@@ -186,7 +188,7 @@ def _blank(weight: Weight) -> dict[str, Tensor]:
     for _, index in matrices:
         ones = min(index.numel(), columns)
         diagonal[index[:ones]] = torch.arange(ones, device="cpu")
-    buffers["diagonal"] = diagonal.to(raw.device)
+    buffers["diagonal"] = encode(diagonal).to(raw.device)
     return buffers
 
 
@@ -253,7 +255,7 @@ def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:
 def _shift_bound(weight: Weight, index: Tensor, part: Tensor, norm: float) -> float:
     """Weyl's bound, if this matrix really carries λI: a checkpoint of another scope does not."""
     shift = take(weight.buffer("shift"), index).cpu()
-    diagonal = take(weight.buffer("diagonal"), index).cpu()
+    diagonal = take(decode(weight.buffer("diagonal").cpu()), index)
     wanted = torch.arange(len(index), device="cpu")
     wanted[part.shape[1] :] = -1
     if bool((shift != shift[0]).any()) or not torch.equal(diagonal, wanted):
