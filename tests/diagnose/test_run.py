@@ -35,6 +35,17 @@ def two():
 X = torch.randn(2, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("shape", [(0, 6, 12), (2, 0, 12)])
+def test_without_tokens_there_is_nothing_but_weights(shape):
+    model = Plain("sdpa")
+    report = ac.diagnose(model, torch.zeros(shape))
+    assert report.notes == ("nothing to measure in the model: no tokens came",)
+    for row in report.rows:
+        assert row.values["jacobian_status"] == "not measured: no tokens"
+        assert "q_kappa" in row.values
+        assert "entropy" not in row.values
+
+
 def test_rows_are_layers_runs_and_heads_in_order(two):
     report = ac.diagnose(two, X)
     keys = [(r.layer, r.call, r.head) for r in report.rows]

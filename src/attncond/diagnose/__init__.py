@@ -157,7 +157,9 @@ def _advice(model: nn.Module, batch: Any, error: Exception) -> str:
         what += "\nA tuple is unpacked into arguments: where it holds labels too, pass batch[0]."
     elif isinstance(batch, Tensor):
         what += "\nPass what model(...) takes; a dict becomes keyword arguments."
-    elif not isinstance(batch, Mapping) and not callable(batch):
+    elif isinstance(batch, Mapping):
+        what += "\nA dict becomes keyword arguments: (batch,) passes it as it is."
+    elif not callable(batch):
         what += "\nA batch is a tensor, a tuple, a dict, or a function of the model."
     return what
 

@@ -194,10 +194,14 @@ class Diagnosis:
         self.measuring = False
 
     def _measure_captured(self, captured: Captured, layer: int, call: int, whole: Values) -> None:
-        site = captured.site
+        site, scores = captured.site, captured.scores
+        if not (scores.items and scores.queries and scores.keys):
+            self.notes.append(f"nothing to measure in {site.path or 'the model'}: no tokens came")
+            for h in (None, *self.heads(site)):
+                self.values[layer, call, h]["jacobian_status"] = "not measured: no tokens"
+            return
         if captured.tokens is not None:
             whole |= measure.tokens(captured.tokens, self.options.samples)
-        scores = captured.scores
         told = scores.heads == site.heads
         heads = self.heads(site) if told else list(range(scores.heads))
         conditioned = captured.conditioned
