@@ -136,6 +136,15 @@ def test_jobs_hold_no_weights():
     assert [tuple(t.shape) for t in tensors] == [(5, 12)]  # a layer's, all heads, would be large
 
 
+def test_a_scale_that_is_one_but_for_rounding_is_one():
+    torch.manual_seed(0)
+    model, held, real = Plain("sdpa"), [], run.job_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "job_of", lambda *args: held.append(real(*args)) or held[-1])
+        ac.diagnose(model, torch.randn(1, 20, 12))
+    assert held[0].scale == model.dim**-0.5
+
+
 def test_position_biases_inside_the_product_are_covered():
     case = CASE["hf-bloom"]  # alibi goes through baddbmm
     values = ac.diagnose(case.make(), case.run).rows[1].values

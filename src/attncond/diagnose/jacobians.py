@@ -16,12 +16,15 @@ from torch import Tensor
 
 from attncond.diagnose.bounds import BoundedHead, certificate, paper_bound
 from attncond.diagnose.capture import Captured, ProjectionInput, as_tokens
+from attncond.diagnose.conditioned import conditioned_spectrum
 from attncond.diagnose.measure import Values, spread
 from attncond.diagnose.replayed import CLOSE, ReplayJob, replay_of, spectrum_values
 from attncond.diagnose.tokenwise import ReplayError
 from attncond.effective import effective, full, records
 from attncond.errors import ConditioningError
-from attncond.jacobian import attention_jacobian
+from attncond.head_inputs import Inputs
+from attncond.heads import Heads
+from attncond.jacobian import Details, attention_jacobian
 from attncond.sites import Projection, Role, Site
 
 __all__ = ["Job", "NotCoveredError", "job_of", "used_weight"]
@@ -43,6 +46,7 @@ class Job:
     biases: tuple[Tensor | None, Tensor | None, Tensor | None]
     scale: float
     mask: Tensor | None  # (heads or 1, queries, keys)
+    conditioned: Heads | None
     head: int = 0
 
     def of_head(self, head: int) -> Job:
@@ -98,8 +102,6 @@ def job_of(captured: Captured, heads: Sequence[int], tokens: int | None) -> Job 
 
 def _closed_form(captured: Captured, tokens: int | None) -> Job:
     site = captured.site
-    if captured.conditioned is not None:
-        raise NotCoveredError("its heads are conditioned (RemoveGap, Precondition)")
     weights = {p.role: used_weight(p) for p in site.projections}
     if captured.query is None or captured.key is None or captured.value is None:
         return _written_out(captured, weights, tokens)
@@ -136,12 +138,15 @@ def _closed_form(captured: Captured, tokens: int | None) -> Job:
         (q.bias, k.bias, v.bias),
         captured.scale * q.factor * k.factor,
         mask,
+        captured.conditioned,
     )
 
 
 def _written_out(captured: Captured, weights: dict[Role, Tensor], tokens: int | None) -> Job:
     """The same where the module computes softmax(logits) itself: the logits are compared."""
     product, value, site = captured.product, captured.value, captured.site
+    if captured.conditioned is not None:
+        raise NotCoveredError("its heads are conditioned (RemoveGap, Precondition)")
     if product is None or captured.matrix is None or value is None:
         raise NotCoveredError("its logits are no multiple of a product plus something fixed")
     roles = {p.role: p for p in site.projections}
@@ -178,6 +183,7 @@ def _written_out(captured: Captured, weights: dict[Role, Tensor], tokens: int | 
         (q.bias, k.bias, v.bias),
         scale,
         None if mask is None else mask[:, rows][:, :, columns],
+        captured.conditioned,
     )
 
 
@@ -221,10 +227,14 @@ def _source(captured: Captured, p: Projection, weight: Tensor, got: Tensor) -> _
     if weight.shape[0] != got.shape[0] or weight.shape[1] != got.shape[2]:
         raise NotCoveredError(f"{p.role.upper()} reaches attention in another shape")
     limit, wide = CLOSE.get(got.dtype, 0.05), got.double()
+    centred = p.role == "v" and captured.gap  # they come with their mean or without
     for source, want in _candidates(captured, p, weight, got.shape[1]):
+        if centred:
+            wide, want = (t - t.mean(1, keepdim=True) for t in (wide, want))
         factor = float((want * wide).sum() / want.square().sum())
         if factor and float((wide / factor - want).norm()) <= limit * float(want.norm()):
-            return replace(source, factor=factor)
+            rounded = abs(factor - 1) <= torch.finfo(got.dtype).eps
+            return replace(source, factor=1.0 if rounded else factor)
     raise NotCoveredError(
         f"{p.role.upper()} is no plain projection of the input (rotary, normalised, pooled, ...)"
     )
@@ -261,22 +271,23 @@ def _biases(given: ProjectionInput, p: Projection) -> Iterator[Tensor | None]:
 
 def _solve(job: Job) -> Values:
     w_q, w_k, w_v, mask = job.parts()
+    details: Details = {
+        "x_kv": job.x_kv,
+        "scale": job.scale,
+        "bias_q": job.bias(0),
+        "bias_k": job.bias(1),
+        "bias_v": job.bias(2),
+        "mask": mask,
+    }
+    tokens = {"jacobian_tokens": float(len(job.x))}
     try:
-        found = attention_jacobian(
-            job.x,
-            w_q,
-            w_k,
-            w_v,
-            x_kv=job.x_kv,
-            scale=job.scale,
-            bias_q=job.bias(0),
-            bias_k=job.bias(1),
-            bias_v=job.bias(2),
-            mask=mask,
-        )
+        if job.conditioned is not None:  # the bounds are for heads as they are
+            inputs = Inputs.of(job.x, w_q, w_k, w_v, **details)
+            return spectrum_values(conditioned_spectrum(inputs, job.conditioned)) | tokens
+        found = attention_jacobian(job.x, w_q, w_k, w_v, **details)
     except ConditioningError as error:
         return {"jacobian_status": f"not measured: {error}"}
-    values = spectrum_values(found) | {"jacobian_tokens": float(len(job.x))}
+    values = spectrum_values(found) | tokens
     x = job.x.double()
     head = BoundedHead.of(
         x,

@@ -15,11 +15,11 @@ from attncond.diagnose.replay import CHANNELS, Replay
 from attncond.diagnose.tokenwise import ReplayError, Use
 from attncond.functional import GraphJacobian
 from attncond.jacobian import JacobianSpectrum, memory_limit
-from attncond.lanczos import Bound, extremes
+from attncond.lanczos import Bound, Operator, extremes
 from attncond.rank import reduce_tokens
 from attncond.written import matrix_extremes
 
-__all__ = ["ReplayJob", "replay_of", "spectrum_values", "without_idle_rows"]
+__all__ = ["ReplayJob", "dense_spectrum", "replay_of", "spectrum_values", "without_idle_rows"]
 
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}  # of logits, in units of the largest
 _ROUNDED = 1e-5  # the same where a module computes some of them in float32, whatever its dtype
@@ -50,7 +50,7 @@ class ReplayJob:
             uses = traced.uses
             leaves, maps = [use.leaf for use in uses], [use.map for use in uses]
             jacobian = GraphJacobian(traced.output, leaves, lefts, maps)
-            found = _spectrum(jacobian, traced.output.detach())
+            found = dense_spectrum(jacobian, traced.output.detach())
         return spectrum_values(found) | {"jacobian_tokens": float(self.tokens)}
 
     def _left(self, use: Use) -> Tensor:
@@ -75,7 +75,8 @@ def spectrum_values(found: JacobianSpectrum) -> Values:
     }
 
 
-def _spectrum(jacobian: GraphJacobian, output: Tensor) -> JacobianSpectrum:
+def dense_spectrum(jacobian: Operator, output: Tensor) -> JacobianSpectrum:
+    """Of a Jacobian whose rank nobody knows, written down if memory allows it."""
     rows, columns = jacobian.shape
     side = min(rows, columns)
     needed = 8 * (2 * rows * columns + 3 * side * side) + (1 << 29)
