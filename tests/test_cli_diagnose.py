@@ -46,6 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "        print('running', flush=True); time.sleep(60)\n"
         "def slow(): return Slow(8, 2)\n"
         "def none(): return nn.Linear(8, 8)\n"
+        "def blank(): return nn.TransformerEncoderLayer(8, 2, device='meta')\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -216,6 +217,7 @@ def test_not_finite_is_exit_code_1() -> None:
         (("my_own:attention",), "--batch MODULE:FUNCTION"),
         (("my_own:attention", "--batch", "my_own:wrong_batch"), "cannot run on this batch"),
         (("my_own:none", "--batch", "my_own:batch"), "has no attention to diagnose"),
+        (("my_own:blank", "--weights-only"), "my_own:blank makes a model on the meta device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -121,6 +121,7 @@ def test_a_configuration_that_is_not_text(tmp_path: Path) -> None:
 MODULE = """
 from torch import nn
 number = 3
+model = nn.Linear(2, 2)
 def good(): return nn.Linear(2, 2)
 def wrong(): return "a string"
 def broken(): raise RuntimeError("no such luck\\nsecond line")
@@ -133,6 +134,7 @@ def leaves(): raise SystemExit(3)
     [
         ("wrong", r"theirs:wrong\(\) returned no torch\.nn\.Module but a value of type str"),
         ("number", "is not a function but of type int"),
+        ("model", "is not a function but of type Linear; name one that returns it"),
         ("goood", "theirs has no 'goood'. Did you mean good?"),
         ("broken", r"failed with RuntimeError: no such luck \(--debug"),
         ("leaves", "failed with SystemExit: 3"),

@@ -16,7 +16,7 @@ from attncond.checkpoints import CheckpointError, Tensors
 from attncond.effective import decode, with_code
 from attncond.methods import Spectral
 from attncond.methods.parse import method_name
-from attncond.sources import build, library, one_line, split
+from attncond.sources import SourceError, build, library, one_line, split
 
 __all__ = ["Loaded", "load", "restore"]
 
@@ -52,7 +52,7 @@ def load(
         checkpoint = checkpoints.in_folder(folder)
     torch.manual_seed(seed)
     if checkpoint is None:
-        model = build(source, real=True)
+        model = _with_numbers(source)
         own = prefix not in ("timm", "hf")
         words = f"as {source} makes them, seed {seed}" if own else f"random, seed {seed}"
         return Loaded(model, words)
@@ -61,7 +61,17 @@ def load(
         sketch = build(source)
         if isinstance(sketch, library("transformers").PreTrainedModel):
             return _pretrained(sketch, tensors, file, source)
-    return _plain(build(source, real=True), tensors, file, source)
+    return _plain(_with_numbers(source), tensors, file, source)
+
+
+def _with_numbers(source: str) -> nn.Module:
+    model = build(source, real=True)
+    if any(p.is_meta for p in model.parameters()):
+        raise SourceError(
+            f"{source} makes a model on the meta device, where weights have no numbers: let it "
+            "make one on the CPU"
+        )
+    return model
 
 
 def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:

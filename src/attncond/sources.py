@@ -226,8 +226,11 @@ def call(module_name: str, function_name: str, hint: str = "") -> Any:
     if factory is None:
         names = [n for n, value in vars(module).items() if callable(value)]
         raise SourceError(f"{module_name} has no '{function_name}'." + close(function_name, names))
-    if not callable(factory):
-        raise SourceError(f"{where} is not a function but of type {type(factory).__name__}")
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise SourceError(
+            f"{where} is not a function but of type {type(factory).__name__}; name one that "
+            "returns it"
+        )
     try:
         return factory()
     except (Exception, SystemExit) as error:

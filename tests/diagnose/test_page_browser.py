@@ -6,6 +6,9 @@ import math
 
 import pytest
 from pages import heads, history, known, made_up, several_calls, weights_only, wholes
+from torch import nn
+
+import attncond as ac
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -25,6 +28,15 @@ def test_every_part_of_a_real_report_is_drawn(browser, reports):
     assert browser.count("#loss-chart path.mark") == 1
     assert browser.text("h1") == report.info["model"]
     assert report.info["torch"] in browser.text(".facts")
+    browser.check()
+
+
+def test_the_head_of_the_heat_map_fits_beside_short_names(browser):
+    model = nn.Sequential(nn.MultiheadAttention(8, 2))
+    browser.open(ac.diagnose(model))
+    name = "document.querySelector('#heat text.name')"
+    left = f"{name}.getBoundingClientRect().left - {name}.ownerSVGElement"
+    assert browser.js(f"return {left}.getBoundingClientRect().left") >= 0
     browser.check()
 
 

@@ -82,7 +82,7 @@ function drawHeat(canvas, bar, width, { name, log }) {
   for (let head = 0; head < count; head += every) {
     root.append(svg("text", { class: "tick", x: left + (head + 0.5) * wide, y: 15, "text-anchor": "middle" }, String(head)));
   }
-  root.append(svg("text", { class: "name", x: left - 8, y: 15, "text-anchor": "end" }, roomy ? "layer · head" : "head"));
+  root.append(svg("text", { class: "name", x: left - 8, y: 15, "text-anchor": "end" }, left > 90 ? "layer · head" : "head"));
   const marks = [];
   const used = new Set();
   const rowsEvery = Math.ceil(13 / tall);
