@@ -92,6 +92,17 @@ def test_dots_stand_where_the_baseline_is_met(runs):
     assert dots[0].get_ydata()[0] == setting.level
 
 
+def test_labels_of_the_first_epoch_lie_beside_the_axis(tmp_path):
+    Fake(accuracy=60.0).write(tmp_path)
+    Fake("spectral", accuracy=80.0, speed=20, methods=("spectral",)).write(tmp_path)
+    image = drawn("pre2", load_runs([tmp_path]))
+    image.canvas.draw()
+    (ax,) = image.axes
+    (label,) = ax.texts
+    assert label.get_text() == "1.0"
+    assert label.get_window_extent().x0 > ax.bbox.x0
+
+
 def test_a_collapse_does_not_flatten_the_curve(runs):
     ax = drawn("lambda", runs).axes[0]
     assert ax.get_ylim()[0] > 60

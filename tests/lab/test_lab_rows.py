@@ -149,7 +149,7 @@ def test_notes_say_what_applies_and_nothing_else(setting, tmp_path):
     notes = explained([line(other, "baseline"), line(other, "paper")])
     assert "on the validation images" in notes[0]
     assert any("ViT-B, paper: 1 of 1 seeds diverged. That is a failure" in n for n in notes)
-    assert "1 runs are there twice, and count once." in notes
+    assert "1 run is there twice, and counts once." in notes
     assert not any("Monitor" in note for note in notes)
     Fake("gap", methods=("gap",), watch=True).write(tmp_path / "more")
     (other,) = group(load_runs([tmp_path / "more"]))

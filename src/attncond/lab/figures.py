@@ -84,10 +84,13 @@ def _epochs(study: Study, variant: str | None) -> Any:
         for place, (mean, colour) in enumerate(sorted(met)):
             # They lie close together: in turns above and below, and further off.
             away, below = 11 * (place // 2), place % 2
+            start, end = ax.get_xlim()
+            right = below or mean < start + 0.12 * (end - start)  # or it lies on the axis
+            up = -13 - away if below else 5 + away
             ax.plot(mean, level, "o", color=colour, markersize=6, zorder=5)
             ax.annotate(
-                f"{mean:.1f}", (mean, level), xytext=(4, -13 - away) if below else (-4, 5 + away),
-                textcoords="offset points", ha="left" if below else "right", fontsize=9,
+                f"{mean:.1f}", (mean, level), xytext=(4 if right else -4, up),
+                textcoords="offset points", ha="left" if right else "right", fontsize=9,
                 color=colour, fontweight="bold",
             )  # fmt: skip
         ax.axhline(level, color=GREY, linewidth=1, linestyle=":")

@@ -172,7 +172,8 @@ def explained(lines: Sequence[Line]) -> list[str]:
     told = {(run.name, note) for _, group in own for run in group.runs for note in run.notes}
     twice = sum(note.startswith(TWICE) for _, note in told)
     if twice:
-        notes.append(f"{twice} runs are there twice, and count once.")
+        runs = "1 run is" if twice == 1 else f"{twice} runs are"
+        notes.append(f"{runs} there twice, and count{'s' if twice == 1 else ''} once.")
     return notes + sorted(f"{run}: {note}" for run, note in told if not note.startswith(TWICE))
 
 
