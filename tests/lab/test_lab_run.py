@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from attncond.lab import run as runner
 from attncond.lab.folder import RunError
 from attncond.lab.recipe import RecipeError
 from attncond.lab.run import main, plan, run_many, seeds_of
@@ -45,6 +46,40 @@ def test_a_grid_has_folders_of_its_own(tmp_path):
     ]
     assert [r.config.optim.lr for r in runs] == [1e-3, 2e-3]
     assert {r.config.variant for r in runs} == {"gap"}
+
+
+def test_values_of_a_grid_may_have_commas(tmp_path, monkeypatch):
+    planned = []
+    monkeypatch.setattr(runner, "run_many", lambda runs, **_: planned.extend(runs) or [])
+    grid = ["--grid", "methods='spectral:kappa=2,scope=head',[spectral, gap]"]
+    grid += ["--grid", "optim.betas=[0.9,0.99]", "--grid", "optim.betas=[0.9,0.95]"]
+    call = ["digits", "--form", "smoke", "--variants", "baseline", "--out", str(tmp_path)]
+    assert main([*call, *grid, "--grid", "train.batch_size=32"]) == 0
+    assert [(r.config.methods, r.config.optim.betas[1]) for r in planned] == [
+        (("spectral:kappa=2,scope=head",), 0.99),
+        (("spectral:kappa=2,scope=head",), 0.95),
+        (("spectral", "gap"), 0.99),
+        (("spectral", "gap"), 0.95),
+    ]
+    assert planned[2].folder.relative_to(tmp_path).as_posix() == (
+        "digits/smoke/baseline@methods=spectral,gap,betas=0.9,0.99,batch_size=32/seed0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("optim.lr=1e-3,fast", "(--grid optim.lr=fast)"),
+        ("optim.lr=", "there is no value"),
+        ("optim.betas=[0.9", "--grid optim.betas=[0.9: line 1"),
+        ("seed=1,2", "seed is chosen with --seeds, not with --grid"),
+    ],
+)
+def test_mistakes_in_a_grid_are_told_as_the_grids(grid, said, tmp_path, capsys):
+    assert main(["digits", "--form", "smoke", "--grid", grid, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "--set" not in told
 
 
 @pytest.mark.parametrize(

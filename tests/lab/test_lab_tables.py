@@ -194,6 +194,16 @@ def test_more_seeds_are_asked_for_with_the_settings_of_those_there_are(tmp_path,
     ]
 
 
+def test_a_value_with_commas_is_asked_for_as_the_grid_takes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    init = "spectral:lam=1,scope=head"
+    folder = Fake("gap", methods=("gap",), changes={"model.init": init}).write(Path("runs"))
+    folder.parent.rename(folder.parents[1] / f"gap@init={init}")
+    asked = [how for what, how in table(1, load_runs(["runs"])).missing if "gap" in what]
+    assert len(asked) == 1
+    assert f"""--grid 'model.init="{init}"'""" in asked[0]
+
+
 def test_broken_runs_are_told(tmp_path):
     Fake().write(tmp_path)
     (Fake("gap", methods=("gap",)).write(tmp_path) / "config.json").write_text("{")

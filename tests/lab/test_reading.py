@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncond.lab.reading import YamlError, parse_yaml
+from attncond.lab.reading import YamlError, parse_yaml, split_values
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,24 @@ def test_values_are_what_they_look_like(text: str, value: object) -> None:
 def test_what_is_no_yaml_is_told(text: str, words: str) -> None:
     with pytest.raises(YamlError, match=words):
         parse_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-3,2e-3", ["1e-3", "2e-3"]),
+        ("5,", ["5"]),
+        ("[0.9, 0.99],[0.9, 0.95]", ["[0.9, 0.99]", "[0.9, 0.95]"]),
+        ('"spectral:kappa=2,scope=head", gap', ['"spectral:kappa=2,scope=head"', "gap"]),
+        ("{depth: 2, heads: 3},{}", ["{depth: 2, heads: 3}", "{}"]),
+        ("", []),
+    ],
+)
+def test_several_values_keep_how_they_were_written(text: str, values: list[str]) -> None:
+    assert split_values(text) == values
+
+
+@pytest.mark.parametrize("text", ["[1", "1]", "1],[2", "{a: 1, a: 2}", "!!python/name:os 1"])
+def test_what_are_no_values_is_told(text: str) -> None:
+    with pytest.raises(YamlError):
+        split_values(text)

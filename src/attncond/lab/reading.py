@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -46,8 +48,26 @@ def parse_yaml(text: str) -> Any:
     >>> parse_yaml("{lr: 1e-3, on: [digits, true]}")
     {'lr': 0.001, True: ['digits', True]}
     """
-    try:
+    with _told():
         return yaml.load(text, _Loader)  # a SafeLoader: builds no objects
+
+
+def split_values(text: str) -> list[str]:
+    """The texts of several YAML values with commas between them.
+
+    >>> split_values("1e-3, [0.9, 0.99], 'spectral:kappa=2,scope=head'")
+    ['1e-3', '[0.9, 0.99]', "'spectral:kappa=2,scope=head'"]
+    """
+    with _told():
+        parse_yaml(f"[{text}]")
+        whole = yaml.compose(f"[{text}]", _Loader)
+    return [f"[{text}]"[n.start_mark.index : n.end_mark.index].strip() for n in whole.value]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error)

@@ -88,8 +88,11 @@ class Recipe:
         variant: str = "baseline",
         seed: int = 0,
         overrides: Mapping[str, Any] | None = None,
+        point: Mapping[str, Any] | None = None,
     ) -> Config:
         """The settings of one run. ``overrides`` maps dotted keys to values written as YAML.
+
+        ``point``, one of a grid, is more of them.
 
         Raises:
             RecipeError: No such form or variant, or settings that cannot be run.
@@ -97,7 +100,8 @@ class Recipe:
         >>> load("vit-cifar10").config("small", "tuned", overrides={"optim.lr": "5e-4"}).optim.lr
         0.0005
         """
-        layers = [*self._layers(form, variant, ()), *_set(overrides or {})]
+        said = (*_set(overrides or {}, "--set"), *_set(point or {}, "--grid"))
+        layers = [*self._layers(form, variant, ()), *said]
         tree = _merged(layers)
         if isinstance(tree.get("methods"), str):  # --set methods=spectral
             tree["methods"] = [tree["methods"]]
@@ -284,15 +288,15 @@ def _folder_name(name: str, origin: str, key: str) -> None:
         raise RecipeError(f"{origin}: {key}: {name!r} cannot name a folder")
 
 
-def _set(overrides: Mapping[str, Any]) -> Iterator[Layer]:
+def _set(overrides: Mapping[str, Any], option: str) -> Iterator[Layer]:
     for key, text in overrides.items():
-        origin = f"--set {key}={text}"
+        origin = f"{option} {key}={text}"
         parts = key.split(".")
         if not all(part.strip() for part in parts):
             raise RecipeError(f"{origin}: '{key}' is no key; write it like optim.lr=1e-3")
         if parts[0] in IDENTITY:
             raise RecipeError(
-                f"{origin}: {key} is chosen with {IDENTITY[parts[0]]}, not with --set"
+                f"{origin}: {key} is chosen with {IDENTITY[parts[0]]}, not with {option}"
             )
         try:
             value = parse_yaml(text) if isinstance(text, str) else text

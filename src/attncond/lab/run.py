@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -103,13 +104,22 @@ def plan(
     for recipe in map(load, names):
         chosen = itertools.product(variants or recipe.variants, points, seeds)
         for variant, point, seed in chosen:
-            config = recipe.config(form, variant, seed, {**(overrides or {}), **point})
+            config = recipe.config(form, variant, seed, overrides, point)
             folder = run_path(root, config)
             if point:
-                label = ",".join(f"{k.rpartition('.')[2]}={v}" for k, v in point.items())
+                label = ",".join(f"{k.rpartition('.')[2]}={_named(v)}" for k, v in point.items())
                 folder = folder.parents[1] / f"{variant}@{label}" / folder.name
             planned.append(Planned(config, folder))
     return planned
+
+
+def _named(value: str) -> str:
+    """A value of a grid in a folder's name: without what YAML writes around it.
+
+    >>> _named("['spectral:kappa=2,scope=head', gap]")
+    'spectral:kappa=2,scope=head,gap'
+    """
+    return re.sub(r"[/\\]", "-", re.sub(r"[\[\]{}\"'\s]", "", value))
 
 
 def run_many(
@@ -221,6 +231,20 @@ def _pair(text: str) -> tuple[str, str]:
     return key.strip(), value
 
 
+def _values(key: str, text: str) -> list[str]:
+    """Those of ``--grid KEY=A,B``; what has a comma of its own stands in quotes or brackets."""
+    from attncond.lab.reading import YamlError, split_values
+    from attncond.lab.recipe import RecipeError
+
+    try:
+        values = split_values(text)
+    except YamlError as error:
+        raise RecipeError(f"--grid {key}={text}: {error}") from error
+    if not values:
+        raise RecipeError(f"--grid {key}={text}: there is no value")
+    return values
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"'{text}' must be a number from 1 on")
@@ -242,7 +266,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variants", help="some of the recipe's, with commas (default: all)")
     add("--seeds", type=seeds_of, default=[0], help="5: the first five; 0-4 or 0,7: these")
     add("--set", type=_pair, action="append", default=[], metavar="KEY=VALUE", dest="settings")
-    add("--grid", type=_pair, action="append", default=[], metavar="KEY=A,B", help="one run each")
+    add(
+        "--grid",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="a run for each value; values with commas in quotes or brackets",
+    )
     add("--data", type=Path, help="folder of the data (default: $ATTNCOND_DATA, or data)")
     add("--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     add("--jobs", type=_count, default=1, help="runs side by side on this machine's GPUs")
@@ -256,7 +287,9 @@ def run(
 ) -> int:
     """Do what the arguments say; the exit code."""
     began = time.time()
-    grid: dict[str, list[str]] = {key: value.split(",") for key, value in args.grid}
+    grid: dict[str, list[str]] = {}
+    for key, text in args.grid:
+        grid.setdefault(key, []).extend(_values(key, text))
     runs = plan(
         args.names,
         args.out,

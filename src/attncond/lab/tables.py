@@ -273,7 +273,8 @@ def _as_it_was(run: Run) -> tuple[str, str]:
         for key, value in flat(run.config).items():
             known = key in own or key.startswith("model.kwargs.")
             if known and value != own.get(key):
-                text = value if isinstance(value, str) else json.dumps(value)
+                plain = isinstance(value, str) and (option == "--set" or "," not in value)
+                text = value if plain else json.dumps(value)
                 said += f" {option} {shlex.quote(f'{key}={text}')}"
     for root in place.parents[3:4]:
         if root != Path("runs") and root / run.recipe / run.form == place.parents[1]:
