@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +201,25 @@ def test_collect(here: Path) -> None:
     record = json.loads((here / "all.json").read_text())
     assert record["command"] == "attncond lab collect runs --out all.json"
     assert call("table", "1", "all.json").output == call("table", "1", "runs").output
+
+
+@pytest.mark.parametrize("command", [("table", "1"), ("collect",)], ids=lambda c: c[0])
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    Fake().write(here / "runs")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = call(*command, "--out", "there.json")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "attncond: there.json cannot be written: No space left on device; make room there, or "
+        "name another place with --out\n"
+    )
+    assert [p.name for p in here.iterdir()] == ["runs"]
 
 
 def test_what_to_install_is_told(here: Path) -> None:

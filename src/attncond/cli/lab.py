@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import json
 import shlex
@@ -151,7 +152,11 @@ def run_command(
     settings: Set = None,
     grid: Annotated[
         list[str] | None,
-        typer.Option("--grid", metavar="KEY=A,B", help="A run for each value, to choose from."),
+        typer.Option(
+            "--grid",
+            metavar="KEY=A,B",
+            help="A run for each value, to choose from; values with commas in quotes or brackets.",
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -248,7 +253,6 @@ def table_command(
     Any runs will do; what is missing is listed, with the command that makes it.
     """
     with _told(debug):
-        from attncond.diagnose.files import write_text
         from attncond.lab.sheet import FORMATS
         from attncond.lab.tables import table
 
@@ -262,7 +266,7 @@ def table_command(
         if out is None:
             print(text.rstrip())
         else:
-            print(f"Written: {write_text(out, text.rstrip() + chr(10))}")
+            _write(out, text.rstrip() + "\n")
 
 
 @app.command(
@@ -303,16 +307,30 @@ def collect_command(
     It has results, settings, accuracies by epoch and the Monitor's curves, but no weights.
     """
     with _told(debug):
-        from attncond.diagnose.files import write_text
         from attncond.lab.results import collect, dumps, load_runs
 
         found = load_runs(runs or [_DEFAULT])
         places = " ".join(shlex.quote(str(place)) for place in runs or [_DEFAULT])
         record = collect(found, f"attncond lab collect {places} --out {shlex.quote(str(out))}")
-        print(f"Written: {write_text(out, dumps(record))}")
+        _write(out, dumps(record))
         unfinished = [run.name for run in found if run.state in ("running", "stopped", "broken")]
         if unfinished:
             print(f"attncond: {len(unfinished)} of them have not finished", file=sys.stderr)
+
+
+def _write(path: Path, text: str) -> None:
+    from attncond.diagnose.files import write_text
+
+    try:
+        write_text(path, text)
+    except OSError as error:
+        if error.errno is None:  # says it all
+            raise
+        room = "make room there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise ConditioningError(
+            f"{path} cannot be written: {error.strerror}; {room}name another place with --out"
+        ) from error
+    print(f"Written: {path}")
 
 
 def _runs(runs: list[Path] | None) -> list[Run]:
