@@ -434,6 +434,21 @@ def test_optimizers_follow_what_each_of_them_trains():
     train(model, handle, first, 1, torch.Generator().manual_seed(0))  # nothing left to follow
 
 
+def test_weights_that_an_optimizer_takes_on_later_are_followed():
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
+    handle = ac.condition(model, ac.Spectral.paper_svd())
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    handle.attach(optimizer)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    before = [m.attncond_in_proj_weight_correction.clone() for m in model]
+    x = torch.randn(3, 1, 8)
+    sum(m(x, x, x)[0].square().sum() for m in model).backward()
+    optimizer.step()
+    for module, old in zip(model, before, strict=True):
+        assert not torch.equal(module.attncond_in_proj_weight_correction, old)
+
+
 def test_a_parameter_with_two_corrections_cannot_be_folded():
     model = nn.ModuleList([nn.MultiheadAttention(16, heads) for heads in (2, 4)])
     model[1].in_proj_weight = model[0].in_proj_weight

@@ -219,15 +219,13 @@ class Handle:
             )
         if inner in self._hooks:
             raise ConditioningError("this optimizer is attached already")
-        trained = {id(p) for group in inner.param_groups for p in group["params"]}
-        followed = [w for w in self._weights if id(w.raw) in trained]
-        if not followed:
+        follower = _Follower(self._weights)
+        if not follower.followed(inner):
             raise ConditioningError(
                 "this optimizer trains none of the conditioned weights; was it built for another "
                 "copy of the model? Frozen weights need no attach."
             )
-        hook = torch.compiler.disable(_Follower(followed))
-        self._hooks[inner] = inner.register_step_post_hook(hook)
+        self._hooks[inner] = inner.register_step_post_hook(torch.compiler.disable(follower))
         return self
 
     @torch.no_grad()
@@ -347,13 +345,25 @@ class _Follower:
 
     def __init__(self, weights: list[Weight]) -> None:
         self.weights = weights
+        self.trained: list[Weight] = []
+        self.parameters = 0
         self.every = weights[0].correction.method.refresh_every
         self.age: int | None = None
         self.seen_loads = -1
 
-    def __call__(self, *_: Any) -> None:
+    def followed(self, optimizer: torch.optim.Optimizer) -> list[Weight]:
+        """The weights that it trains, those of groups that were added since included."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count != self.parameters:
+            self.parameters = count
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            known = {id(w) for w in self.trained}
+            self.trained = [w for w in self.weights if id(w) in known or id(w.raw) in ids]
+        return self.trained
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Another handle may have folded or removed some of them, or all.
-        weights = [w for w in self.weights if records(w.owner)]
+        weights = [w for w in self.followed(optimizer) if records(w.owner)]
         if not weights:
             return
         first = weights[0]
