@@ -221,6 +221,33 @@ def test_a_base_may_be_a_file_beside_the_recipe(tmp_path: Path) -> None:
     assert load(path).config().optim.lr == 5
 
 
+def test_a_variant_may_start_from_one_of_another_file(tmp_path: Path) -> None:
+    written(tmp_path, MINIMAL + "  own: {methods: [gap]}\n")
+    (tmp_path / "sub").mkdir()
+    start = "{from: ../mine.yaml/own, optim: {lr: 5}}"
+    text = f"name: b\ntitle: B\nforms: {{small: {{}}}}\nvariants: {{x: {start}}}"
+    below = written(tmp_path, text, "sub/b.yaml")
+    config = load(below).config("small", "x")
+    assert (config.methods, config.optim.lr) == (("gap",), 5)
+    # Inherited, it is still meant from where it was written.
+    last = written(tmp_path, "name: c\ntitle: C\nbase: sub/b.yaml\nkeep: [x]\n", "c.yaml")
+    assert load(last).config("small", "x").methods == ("gap",)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("none.yaml/own", "from: cannot read the recipe"),
+        ("mine.yaml/own", "start from each other: mine/own -> mine/own"),
+        ("mine.yaml/other", "from: recipe 'mine' has no variant 'other'"),
+    ],
+)
+def test_files_that_a_variant_cannot_start_from(tmp_path: Path, source: str, words: str) -> None:
+    path = written(tmp_path, f"{MINIMAL}  own: {{from: {source}}}\n")
+    with pytest.raises(RecipeError, match=words):
+        load(path)
+
+
 def test_rings_are_refused(tmp_path: Path) -> None:
     written(tmp_path, MINIMAL + "base: b.yaml\n")
     path = written(tmp_path, MINIMAL + "base: mine.yaml\n", "b.yaml")

@@ -3,8 +3,8 @@
 A recipe has ``name``, ``title``, ``tables`` and three kinds of settings: ``common``, ``forms``
 (paper, small, smoke) and ``variants`` (what is compared). ``base`` names a recipe to start from,
 one of the library's or a file beside it, and ``keep`` which of its variants stay (all unless said).
-A variant may start from another recipe's: ``from: swin-cifar10/spectral``. Later settings win, key
-by key, lists as a whole:
+A variant may start from another recipe's: ``from: swin-cifar10/spectral``, ``from: mine.yaml/own``.
+Later settings win, key by key, lists as a whole:
 
     base (or from), common, form, variant, --set
 
@@ -13,6 +13,7 @@ A setting that names another model drops the ``model.kwargs`` that were meant fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -58,6 +59,7 @@ __all__ = [
 Tree = dict[str, Any]
 Layers = tuple[Layer, ...]
 
+_FROM_FILE = re.compile(r"(.+\.ya?ml)(/(.*))?")  # a file, and one of its variants
 _KEYS = ("name", "title", "tables", "base", "keep", "common", "forms", "variants")
 
 
@@ -134,9 +136,11 @@ class Recipe:
         if source is not None:
             if not isinstance(source, str):
                 raise RecipeError(f"{own[-1].origin}: from must be RECIPE/VARIANT, not {source!r}")
-            name, _, other = source.partition("/")
+            file = _FROM_FILE.fullmatch(source)
+            name, _, other = file.groups() if file else source.partition("/")
             try:
-                below = _built_in(name, ())._layers(form, other or "baseline", (*trail, here))
+                start = _file(Path(name), ()) if file else _built_in(name, ())
+                below = start._layers(form, other or "baseline", (*trail, here))
             except RecipeError as error:
                 raise RecipeError(f"{own[-1].origin}: from: {error}") from error
         stated = [Layer(x.origin, {k: v for k, v in x.tree.items() if k != "from"}) for x in own]
@@ -216,7 +220,7 @@ def _recipe(text: str, origin: str, folder: Path | None, trail: tuple[str, ...])
     if tables is None:
         tables = base.tables if base else ()
     forms = _forms(tree, origin, base.form_layers if base else {})
-    variants = _variants(tree, origin, base.variant_layers if base else {})
+    variants = _variants(tree, origin, folder, base.variant_layers if base else {})
     return Recipe(tree["name"], tree["title"], tables, origin, forms, variants)
 
 
@@ -253,7 +257,9 @@ def _forms(tree: Tree, origin: str, inherited: Mapping[str, Layers]) -> dict[str
     return layers
 
 
-def _variants(tree: Tree, origin: str, inherited: Mapping[str, Layers]) -> dict[str, Layers]:
+def _variants(
+    tree: Tree, origin: str, folder: Path | None, inherited: Mapping[str, Layers]
+) -> dict[str, Layers]:
     keep = _texts(tree.get("keep"), origin, "keep")
     for name in keep or ():
         if name not in inherited:
@@ -262,6 +268,9 @@ def _variants(tree: Tree, origin: str, inherited: Mapping[str, Layers]) -> dict[
     for name, changes in _mapping(tree.get("variants") or {}, origin, "variants").items():
         _folder_name(name, origin, "variants")
         settings = _mapping(changes or {}, origin, f"variants.{name}")
+        source = settings.get("from")
+        if folder is not None and isinstance(source, str) and _FROM_FILE.fullmatch(source):
+            settings = {**settings, "from": str(folder / source)}  # as it is meant by this file
         layers[name] = (*layers.get(name, ()), Layer(f"{origin}, variants.{name}", settings))
     if not layers:
         raise RecipeError(f"{origin}: variants is missing; at least baseline: {{}}")
