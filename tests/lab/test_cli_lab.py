@@ -19,6 +19,8 @@ from typer.testing import CliRunner, Result
 
 from attncond.cli import app
 from attncond.lab import run as runner
+from attncond.lab.config import Config
+from attncond.lab.recipe import load
 
 
 def call(*args: object) -> Result:
@@ -66,6 +68,18 @@ def test_show() -> None:
     config = yaml.safe_load(one.output)
     assert config["methods"] == ["spectral"]
     assert config["optim"]["lr"] == 5e-4
+
+
+def test_show_says_what_settings_mean_and_stays_yaml() -> None:
+    long = "a b " * 60 + "# c: d"
+    for changes in ({}, {"train.teacher": long, "train.distill": "hard"}):
+        settings = [text for k, v in changes.items() for text in ("--set", f"{k}={json.dumps(v)}")]
+        output = call("show", "deit-cifar10", "--variant", "spectral", *settings).output
+        assert "# Multiplies the learning rate of W_Q, W_K and W_V." in output
+        assert "# Methods as attncond.methods.parse reads them, applied in this order." in output
+        texts = {k: json.dumps(v) for k, v in changes.items()}
+        want = load("deit-cifar10").config("small", "spectral", overrides=texts)
+        assert Config.model_validate(yaml.safe_load(output)) == want
 
 
 @pytest.mark.parametrize(

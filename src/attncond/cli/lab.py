@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fnmatch
 import json
+import math
 import shlex
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from attncond.errors import ConditioningError
 from attncond.inspection import table as aligned
 
 if TYPE_CHECKING:
+    from attncond.lab.config import Section
     from attncond.lab.runs import Run
 
 app = typer.Typer(
@@ -110,10 +112,8 @@ def show_command(
     settings: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Show a recipe: its variants, and all settings of one form as YAML."""
+    """Show a recipe: its variants, and all settings of one form as YAML, with what they mean."""
     with _told(debug):
-        import yaml
-
         from attncond.lab.recipe import load
 
         recipe = load(name)
@@ -129,7 +129,8 @@ def show_command(
         first = variant or next(iter(recipe.variants))
         config = recipe.config(form, first, 0, _settings(settings))
         print(f"# form {form}, variant {first}")
-        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+        for line in _explained(config):
+            print(line)
 
 
 @app.command(
@@ -349,6 +350,27 @@ def _settings(pairs: list[str] | None) -> dict[str, str]:
             raise ConditioningError(f"'{pair}' is no setting: write KEY=VALUE, like optim.lr=5e-4")
         found[key.strip()] = value
     return found
+
+
+def _explained(section: Section, indent: str = "") -> Iterator[str]:
+    """The lines of a section as YAML, what each setting means behind it."""
+    import yaml
+
+    from attncond.lab.config import Section
+
+    plain = section.model_dump(mode="json")
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield f"{indent}{name}:"
+            yield from _explained(value, f"{indent}  ")
+            continue
+        lines = yaml.safe_dump({name: plain[name]}, sort_keys=False, width=math.inf).splitlines()
+        meaning = " ".join((info.description or "").split())
+        yield (
+            f"{indent}{lines[0]:<{32 - len(indent)}} # {meaning}" if meaning else indent + lines[0]
+        )
+        yield from (indent + line for line in lines[1:])
 
 
 def _matches(pattern: str | None, texts: list[str]) -> bool:
