@@ -656,6 +656,8 @@ def test_the_same_method_twice(method):
 
 
 def test_a_handle_is_asked_for_by_method():
+    with pytest.raises(TypeError, match=r"handle needs a torch\.nn\.Module, not dict"):
+        ac.handle({})
     model = with_methods(vit, (PRE, ac.Spectral()))
     with pytest.raises(ac.ConditioningError, match=r"carries Spectral and Precondition.*say which"):
         ac.handle(model)

@@ -47,6 +47,8 @@ def linear():
         lambda w: w.__iadd__(1),
         lambda w: w.detach().diagonal().fill_(0),
         lambda w: w.swapaxes(0, 1).zero_(),
+        lambda w: torch._foreach_mul_([torch.ones(2), w], 2),
+        lambda w: torch._foreach_copy_([w], [torch.zeros(72, 24)]),
     ],
 )
 def test_a_write_that_would_be_lost_is_refused(linear, write):

@@ -126,6 +126,8 @@ def handle(model: nn.Module, method: type[Method] | None = None) -> Handle:
 
     ``method`` says which, where several are on: ``ac.handle(model, ac.RemoveGap)``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"handle needs a torch.nn.Module, not {type(model).__name__}")
     on = [m for m in METHODS.values() if _carriers(model, m)]
     if not on:
         raise ConditioningError("this model is not conditioned; ac.condition(model, ...) does that")

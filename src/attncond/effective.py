@@ -165,6 +165,8 @@ class EffectiveWeight(torch.Tensor):
         name = getattr(func, "__name__", "")
         # torch.nn.init passes the tensor it fills by keyword.
         written = [*args[:1], kwargs.get("tensor")] if _writes(name) else []
+        if written and isinstance(written[0], list | tuple):  # torch._foreach_mul_ and the like
+            written += written[0]
         if any(isinstance(a, cls) for a in (*written, kwargs.get("out"))):
             what = "setting an attribute" if name == "__set__" else name
             raise ConditioningError(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,6 +105,16 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
     assert message in str(caught.value)
     if len(arguments) == 1 and "belongs" not in message:
         assert repr(next(iter(arguments.values()))) in str(caught.value)
+
+
+def test_numbers_of_numpy_become_plain() -> None:
+    method = ac.Spectral(kappa=np.float32(1.5), gain=np.int64(2))
+    assert json.loads(json.dumps(dataclasses.asdict(method))) == dataclasses.asdict(
+        ac.Spectral(kappa=1.5, gain=2)
+    )
+    assert ac.Spectral(correction="polar", refresh_every=np.int64(3)).refresh_every == 3
+    with pytest.raises(ac.ConditioningError, match="kappa must be a finite number above 1"):
+        ac.Spectral(kappa=np.float32("nan"))
 
 
 @pytest.mark.parametrize(

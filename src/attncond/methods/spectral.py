@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +69,10 @@ class Spectral:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("kappa", "lam", "refresh_every", "gain"):
+            value = getattr(self, name)
+            if isinstance(value, np.number):  # plain, for JSON and for equal configs
+                object.__setattr__(self, name, value.item())
         if self.correction not in ("identity", "polar"):
             raise ConditioningError(
                 f"correction must be 'identity' or 'polar', not {self.correction!r}"
