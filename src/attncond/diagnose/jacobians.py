@@ -46,8 +46,8 @@ class Job:
     biases: tuple[Tensor | None, Tensor | None, Tensor | None]
     scale: float
     mask: Tensor | None  # (heads or 1, queries, keys)
-    conditioned: Heads | None
     head: int = 0
+    conditioned: Heads | None = None
 
     def of_head(self, head: int) -> Job:
         """The same attention, another head."""
@@ -138,7 +138,7 @@ def _closed_form(captured: Captured, tokens: int | None) -> Job:
         (q.bias, k.bias, v.bias),
         captured.scale * q.factor * k.factor,
         mask,
-        captured.conditioned,
+        conditioned=captured.conditioned,
     )
 
 
@@ -183,7 +183,6 @@ def _written_out(captured: Captured, weights: dict[Role, Tensor], tokens: int | 
         (q.bias, k.bias, v.bias),
         scale,
         None if mask is None else mask[:, rows][:, :, columns],
-        captured.conditioned,
     )
 
 
