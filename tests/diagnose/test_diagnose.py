@@ -157,6 +157,8 @@ def test_errors_are_named():
         ac.diagnose(model, torch.randn(2, 3, 9, 9, dtype=torch.float64))
     with pytest.raises(ac.DiagnosisError, match=r"batch\[0\]"):
         ac.diagnose(model, (torch.randn(2, 3, 8, 8).double(), torch.zeros(2), torch.zeros(2)))
+    with pytest.raises(ac.DiagnosisError, match="KeyError: 'x'"):
+        ac.diagnose(model, lambda _: {}["x"])
     with pytest.raises(ac.DiagnosisError, match=r"\(batch,\) passes it"):
         ac.diagnose(model, {"image": torch.randn(2, 3, 8, 8).double()})
     with pytest.raises(ac.DiagnosisError, match="a dict, or a function"):

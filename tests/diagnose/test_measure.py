@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import by_the_book
 import pytest
@@ -90,6 +91,24 @@ def test_attention_against_loops(gap):
         want["logit_max"] = float(shown.abs().max())
         want["logit_rms"] = float(shown.square().mean().sqrt())
         assert values == pytest.approx(want, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("gap", [False, True])
+def test_a_sink_meets_no_value(gap):
+    logits = torch.randn(1, 2, 5, 5, dtype=torch.float64)
+    sink = torch.tensor([1.0, 30.0], dtype=torch.float64).view(1, 2, 1, 1).expand(1, 2, 5, 1)
+    value = torch.randn(1, 2, 5, 3, dtype=torch.float64)
+    logits = torch.cat([logits, sink], -1)
+    found = measure.attention(replace(scores(logits), value=value), range(2), gap=gap)
+    for head, values in enumerate(found):
+        p = logits[0, head].softmax(-1)[:, :5]
+        raw, name = torch.linalg.svdvals(p), "raw_attention" if gap else "attention"
+        assert [values[f"{name}_sigma_{i}"] for i in (1, 2)] == pytest.approx(raw[:2].tolist())
+        if gap:
+            p = p - p.sum(1, keepdim=True) / 5
+        sigma, out = torch.linalg.svdvals(p), torch.linalg.svdvals(p @ value[0, head])
+        assert values["attention_sigma_1"] == pytest.approx(sigma[0].item())
+        assert values["output_sigma_max"] == pytest.approx(out[0].item())
 
 
 def test_large_attention_goes_through_a_krylov_space(monkeypatch):

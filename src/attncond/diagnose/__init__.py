@@ -152,7 +152,8 @@ def _moved(batch: Any, model: nn.Module) -> Any:
 
 
 def _advice(model: nn.Module, batch: Any, error: Exception) -> str:
-    what = f"{type(model).__name__} cannot run on this batch ({_described(batch)}): {error}"
+    what = f"{type(model).__name__} cannot run on this batch ({_described(batch)}): "
+    what += f"{type(error).__name__}: {error}"
     if isinstance(batch, tuple | list):
         what += "\nA tuple is unpacked into arguments: where it holds labels too, pass batch[0]."
     elif isinstance(batch, Tensor):

@@ -186,11 +186,15 @@ def _measured(
         "logits": visible.sum((-2, -1)),
         "logit_squares": shown.square().sum((-2, -1)),
     }
+    sinks = value is not None and value.shape[1] < p.shape[2]
+    if sinks and value is not None:  # columns without a value, which meet none
+        p, visible = p[..., : value.shape[1]], visible[..., : value.shape[1]]
     if gap:
         found |= {f"raw_{k}": v for k, v in _spectrum(p).items()}
-        p = p - uniform(visible, -1, p.dtype)
-    if value is not None and not (gap and value.shape[1] < p.shape[2]):
-        output = p[..., : value.shape[1]] @ value.to(p.device)
+        mean = uniform(visible, -1, p.dtype)
+        p = p - (mean * p.sum(-1, keepdim=True) if sinks else mean)  # of what sinks leave
+    if value is not None:
+        output = p @ value.to(p.device)
         found |= _output(output if precondition is None else precondition.equilibrate(output))
     return {k: v.cpu() for k, v in (found | _spectrum(p)).items()}
 
