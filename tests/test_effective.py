@@ -92,6 +92,12 @@ def test_parametrising_a_conditioned_module_is_refused_before_it_breaks(linear):
         assert isinstance(linear.weight, EffectiveWeight)
 
 
+def test_replicas_of_data_parallel_are_refused(linear):
+    replica = linear._replicate_for_data_parallel()
+    with pytest.raises(ac.ConditioningError, match="use DistributedDataParallel"):
+        replica.weight = torch.zeros(72, 24)
+
+
 def test_what_others_derived_from_the_class_survives_folding():
     class Twice(nn.Module):
         def forward(self, x):

@@ -413,3 +413,24 @@ def test_adapters_that_count_rows_themselves(model_type: str, settings: dict[str
     for p, q in zip(found.projections, site.projections, strict=True):
         assert p.rows.device.type == "cpu"
         assert torch.equal(p.rows, q.rows)
+
+
+def test_scripted_parts_are_passed_over_and_scripted_attention_is_named() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 2
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(4, 4) for _ in "qkv")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model = nn.Sequential(Attention(), scripted)
+    assert [site.path for site in ac.inspect(model)] == ["0"]
+    ac.condition(model, ac.Spectral()).fold()
+    traced = torch.jit.trace(Attention(), torch.randn(1, 3, 4))
+    (row,) = ac.inspect(nn.Sequential(traced, scripted)).unsupported
+    assert row.path == "0"
+    assert row.reason == "TorchScript modules cannot be changed; use the eager model"

@@ -317,8 +317,14 @@ def _property(name: str) -> property:
             return result
         return result.as_subclass(EffectiveWeight)
 
+    def replica(self: nn.Module, _: Tensor) -> None:
+        raise ConditioningError(
+            f"'{name}' of a conditioned {class_name(self)} cannot be replaced by a tensor, as "
+            "nn.DataParallel does: use DistributedDataParallel, or fold() the model first"
+        )
+
     return property(
-        weight, doc=f"Effective '{name}', s·(W + C). The raw one: get_parameter('{name}')."
+        weight, replica, doc=f"Effective '{name}', s·(W + C). The raw one: get_parameter('{name}')."
     )
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from attncond.adapters import find_adapter, structural
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import Kind, Site, class_name
+from attncond.sites import SCRIPTED, Kind, Site, class_name
 
 # Children or parameters that only attention has. `in_proj` is left out: state-space blocks have it.
 _FUSED = re.compile(
@@ -163,6 +164,8 @@ def inspect(model: nn.Module) -> Plan:
         if _related(path, covered):
             continue
         if reason := _looks_like_attention(module):
+            if isinstance(module, torch.jit.ScriptModule):
+                reason = SCRIPTED
             unsupported.append(_unsupported(path, module, reason))
             covered.append(path)
     return Plan(tuple(sites), tuple(unsupported))
@@ -170,6 +173,8 @@ def inspect(model: nn.Module) -> Plan:
 
 def _sites_of(module: nn.Module) -> tuple[Site, ...] | None:
     """The sites of a module; None if it is unknown, () if an adapter says there is no attention."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # it has no class to go by; the names in it are looked at later
     adapter = find_adapter(module)
     try:
         found = adapter(module) if adapter else structural.match(module)
@@ -222,8 +227,6 @@ def _has_parameters(module: nn.Module | None) -> bool:
 
 def _unsupported(path: str, module: nn.Module, reason: str) -> Unsupported:
     parameters = [
-        n
-        for n in _names(module)
-        if n in module._parameters or _has_parameters(module._modules.get(n))
+        n for n in _names(module) if n in module._parameters or _has_parameters(module._modules[n])
     ]
     return Unsupported(path, class_name(module), tuple(parameters), reason)

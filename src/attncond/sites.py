@@ -60,6 +60,8 @@ class Projection:
         return flat[self.rows.to(flat.device)]
 
 
+SCRIPTED = "TorchScript modules cannot be changed; use the eager model"
+
 # Masks are -inf, the least number of a dtype, or -1e4 at the smallest; logits are never so low.
 HIDDEN = -9000.0
 
@@ -135,9 +137,7 @@ def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
     while isinstance(base := getattr(owner, "base_layer", None), nn.Module):  # peft keeps W there
         owner = base
     if isinstance(owner, torch.jit.ScriptModule):
-        raise UnsupportedAttentionError(
-            "TorchScript modules cannot be changed; use the eager model"
-        )
+        raise UnsupportedAttentionError(SCRIPTED)
     weight = raw_parameter(owner, name)
     if any(size != 1 for size in weight.shape[2:]):
         raise UnsupportedAttentionError(f"kernel {tuple(weight.shape[2:])} is not 1x1")
