@@ -113,7 +113,7 @@ def test_corrections_take_a_few_numbers_a_row_or_a_whole_matrix() -> None:
     handle = ac.condition(model, ac.Spectral())
     identity = accounting.account(model, tokens=1)
     out = sum(row.out_features for row in identity.rows)
-    assert identity.correction_bytes == out * (4 + 4 + 8)  # s, λ and the place of λ
+    assert identity.correction_bytes == out * (4 + 4 + 5)  # s, λ and the place of λ
     handle.remove()
     ac.condition(model, ac.Spectral.paper_svd())
     polar = accounting.account(model, tokens=1)

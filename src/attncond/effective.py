@@ -91,12 +91,12 @@ _DIGITS = 5
 
 
 def encode(columns: Tensor) -> Tensor:
-    """Where each row carries λ, or -1, as digits (rows, 5) that survive being averaged.
+    """Where each row carries λ, or -1, as bytes (rows, 5) that survive being averaged.
 
     Averages of models average buffers, too, and of equal whole numbers may make the one below:
     0.9·7 + 0.1·7 is 6.9999995 in float32. So each hexadecimal digit is the middle of 16 numbers.
     """
-    return (((columns[:, None] + 1) >> _bits(columns)) % 16 << 4) + 8
+    return ((((columns[:, None] + 1) >> _bits(columns)) % 16 << 4) + 8).to(torch.uint8)
 
 
 def decode(code: Tensor) -> Tensor:
