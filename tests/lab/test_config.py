@@ -45,7 +45,7 @@ def test_numbers_are_taken_strictly(value: object) -> None:
 
 
 def test_every_data_set_that_can_be_read_can_be_asked_for() -> None:
-    assert set(Data.model_fields["name"].annotation.__args__) == set(NAMES)  # type: ignore[union-attr]
+    assert set(Data.model_fields["name"].annotation.__args__) == set(NAMES)
 
 
 def test_a_limit_that_fills_one_batch_is_enough() -> None:
