@@ -33,9 +33,10 @@ FORWARD = [
 # (keys, warps, stages)
 BACKWARD = [(64, 8, 1), (64, 8, 2), (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 16, 1), (128, 8, 1)]
 # (rows, channels, warps, stages, programs a head)
-RUNNING = [(64, 32, 4, 3, n) for n in (1, 2, 4)] + [(64, 64, 4, 3, n) for n in (1, 2, 4)]
-RUNNING += [(64, 32, 4, 4, 2), (64, 32, 2, 3, 2), (64, 16, 4, 3, 1), (64, 16, 2, 3, 2)]
-RUNNING += [(32, 64, 4, 3, 2), (32, 64, 2, 4, 4), (128, 32, 4, 3, 2), (128, 32, 8, 3, 2)]
+RUNNING = [(64, 64, 4, 2, 16), (64, 64, 2, 2, 16), (64, 64, 8, 2, 16), (64, 64, 4, 2, 8)]
+RUNNING += [(64, 128, 4, 2, 16), (64, 128, 8, 2, 16), (64, 256, 8, 2, 16), (32, 64, 4, 2, 32)]
+RUNNING += [(32, 128, 4, 2, 32), (32, 256, 4, 2, 32), (32, 256, 8, 2, 32), (128, 64, 4, 2, 8)]
+RUNNING += [(128, 64, 8, 2, 8), (64, 64, 4, 3, 4), (64, 128, 8, 3, 8), (16, 256, 4, 2, 64)]
 
 
 def heads(batch: int, tokens: int, count: int = 12, channels: int = 64) -> list[Tensor]:
@@ -45,11 +46,13 @@ def heads(batch: int, tokens: int, count: int = 12, channels: int = 64) -> list[
 
 
 def times(forward: Callable[[], Any], backward: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds on the device of the two passes, launched from a graph: no time of the host."""
-    return {
-        "forward": 1e3 * do_bench_cudagraph(forward, rep=60),
-        "backward": 1e3 * do_bench_cudagraph(backward, rep=60),
-    }
+    """Of the two passes."""
+    return {"forward": on_device(forward), "backward": on_device(backward)}
+
+
+def on_device(call: Callable[[], Any]) -> float:
+    """Microseconds of it on the device, launched from a graph: no time of the host."""
+    return 1e3 * float(do_bench_cudagraph(call, rep=60))
 
 
 def short_times(qkv: list[Tensor], gap: bool, rows: bool) -> dict[str, float]:
@@ -157,12 +160,16 @@ def tune_running(record: Callable[[str, Callable[[], Any]], None]) -> None:
 
     record("error causal", lambda: error(ours, plain, heads(2, 1024)))
     for running.TILE in RUNNING:
+        sums = running._sums(x, shares=False)
         record(
             f"running {running.TILE}",
-            lambda: times(
-                lambda: running._pass(running._add_mean, o, x, into=o, SIGN=-1.0),
-                lambda: running._pass(running._less_later, o, g, into=o),
-            ),
+            lambda sums=sums: {
+                "sums": on_device(lambda: running._sums(x, shares=True)),
+                "mean": on_device(
+                    lambda: running._pass(running._add_mean, o, x, sums, into=o, SIGN=-1.0)
+                ),
+                "later": on_device(lambda: running._pass(running._less_later, o, g, sums, into=o)),
+            },
         )
 
 

@@ -21,7 +21,7 @@ SHORT = [(2, 3, 37, 37, 16), (1, 2, 5, 70, 32), (1, 1, 130, 100, 64), (32, 2, 1,
 SHORT += [(1, 1, 64, 64, 32), (1, 1, 197, 197, 64), (1, 1, 256, 256, 16), (2, 1, 3, 129, 64)]
 FORMS = [(gap, rows, fixed) for gap in (0, 1) for rows, fixed in ((0, 0), (1, 0), (1, 1))]
 RUNNING = [(2, 3, 37, 16), (1, 2, 200, 32), (1, 1, 64, 64), (1, 1, 65, 128), (1, 1, 1, 16)]
-PARTS = (1, 2, 3)  # programs that share the rows of a head
+PARTS = (1, 2, 8)  # programs that share the rows of a head
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, gap: int, rows: int, fixed: int):
@@ -89,7 +89,10 @@ def _short(call, case, form, dtype: torch.dtype, device: str) -> list[float]:
 
 
 def running_errors(case, parts: int, dtype: torch.dtype, device: str) -> list[float]:
-    """Of the two passes beside attention: outputs less the mean, and what adds to dV."""
+    """Of the two passes beside attention: outputs less the mean, and what adds to dV.
+
+    Once with the heads of a token side by side, once with the tokens of a head.
+    """
     import attncond.kernels.running as running
 
     running.TILE = (*running.TILE[:-1], parts)
@@ -99,12 +102,16 @@ def running_errors(case, parts: int, dtype: torch.dtype, device: str) -> list[fl
     wide = v.double().requires_grad_()
     right = running_mean(o.double(), wide)
     (later,) = torch.autograd.grad(right, wide, grad.double())
-    less = running._pass(running._add_mean, o, v, SIGN=-1.0)
-    back = running._pass(running._add_mean, less, v, SIGN=1.0)
-    place = o.clone()
-    added = running._pass(running._less_later, place, grad, into=place)
-    assert added is place
-    pairs = ((less, right), (back, o), (added, o + later))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for lay in (lambda t: t, Tensor.contiguous):
+        x, y, g = lay(o), lay(v), lay(grad)
+        sums, shares = running._sums(y, shares=False), running._sums(g, shares=True)
+        less = running._pass(running._add_mean, x, y, sums, SIGN=-1.0)
+        back = running._pass(running._add_mean, lay(less), y, sums, SIGN=1.0)
+        place = x.clone()
+        added = running._pass(running._less_later, place, g, shares, into=place)
+        assert added is place
+        pairs += [(less, right), (back, o), (added, o + later)]
     return [((a.double() - b).norm() / b.norm().clamp_min(1)).item() for a, b in pairs]
 
 
@@ -129,7 +136,7 @@ def compiled_for_hopper(kernel, constants: dict[str, object], warps: int, stages
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    wide = {"mean", "norm", "ratio"}
+    wide = {"mean", "norm", "ratio", "sums"}
     tensors = wide | {"q", "k", "v", "x", "g", "out", "grad", "dq", "dk", "dv"}
     signature = {
         name: "constexpr"

@@ -15,7 +15,11 @@ def test_interpreted_it_is_the_definition(interpreted, case, parts) -> None:
 def test_it_compiles_for_a_card_that_is_not_here(channels) -> None:
     running = pytest.importorskip("attncond.kernels.running")
     block, width, warps, stages, parts = running.TILE
-    for kernel, more in ((running._add_mean, {"SIGN": -1.0}), (running._less_later, {})):
+    for kernel, more in (
+        (running._sum_parts, {"SHARES": True}),
+        (running._add_mean, {"SIGN": -1.0}),
+        (running._less_later, {}),
+    ):
         constants = {"B": block, "C": min(width, channels), "PARTS": parts, **more}
         assert ".target sm_90" in compiled_for_hopper(kernel, constants, warps, stages)
 

@@ -1,9 +1,9 @@
 """Causal attention less its gap: each row of the output less the mean of the values up to it.
 
-The mean comes off in one pass over the output that attention has just written. Stock attention
-saves its output for the backward pass, and the layer after it saves what it is given; to keep both
-would be one more tensor in every layer. So only what is given on is kept, and the mean is put back
-before the backward pass of attention, which then runs as it would have. With O = PV, U the causal
+The mean comes off the output that attention has just written, in place. Stock attention saves its
+output for the backward pass, and the layer after it saves what it is given; to keep both would be
+one more tensor in every layer. So only what is given on is kept, and the mean is put back before
+the backward pass of attention, which then runs as it would have. With O = PV, U the causal
 matrix that looks at all visible keys alike and G the gradient of O − UV:
 
     dQ and dK are those of attention alone,    dV = PᵀG − UᵀG,
@@ -14,6 +14,7 @@ where −UᵀG, a sum over later rows, is added to attention's own PᵀG in one 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,16 +27,17 @@ from attncond.kernels.layout import dense, empty_heads, strides
 
 # Rows and channels at a time, warps, stages, and programs that share the rows of a head: the
 # fastest on an H200 (benchmarks/head_tuning.py).
-TILE = (64, 32, 4, 3, 1)
+TILE = (64, 64, 4, 2, 16)
 
 # cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
-# Sums over rows are products with ones, which are exact in half precision: a scan takes longer than
-# to load and store. Each program sums the rows before (or after) its own once more, as others write
-# nothing that it could wait for.
+# All rows at once: a loop from the first row to the last waits for memory at each turn. So the rows
+# of a head go to PARTS programs, and the sum of what lies before (or after) each part is known to
+# all of them from a pass before, over one of the two tensors. Within a tile of B rows, sums are
+# products with ones, which are exact in half precision; a scan takes longer than to load and store.
 
 
 @triton.jit
@@ -46,32 +48,63 @@ def _tile(x, row, channel, rows, stride):
 
 
 @triton.jit
-def _add_mean(x, v, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
-              B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-              SIGN: tl.constexpr):  # fmt: skip
-    """out_i = x_i ± (v_1 + ... + v_i)/i for some channels of one head, B rows at a time."""
+def _place(heads, rows, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
+    """Which item, head, channels and rows this program is for."""
     head = tl.program_id(0)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     channel = tl.program_id(1) * C + tl.arange(0, C)
+    part = tl.cdiv(tl.cdiv(rows, B), PARTS) * B
+    first = tl.program_id(2) * part
+    return b, h, channel, first, min(first + part, tl.cdiv(rows, B) * B)
+
+
+@triton.jit
+def _sums_of(sums, b, h, heads, channel, C: tl.constexpr, PARTS: tl.constexpr):
+    """Where the sums of all parts are: (PARTS, C) of the (items, PARTS, heads, channels)."""
+    width = tl.num_programs(1) * C
+    part = tl.arange(0, PARTS)
+    return sums + ((b * PARTS + part[:, None]) * heads + h) * width + channel[None, :]
+
+
+@triton.jit
+def _sum_parts(x, sums, heads, rows, xb, xh, xn, B: tl.constexpr, C: tl.constexpr,
+               PARTS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
+    """The sum of x_i, or of x_i/i, over the rows of each part."""
+    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
+    x += b * xb + h * xh
+    total = tl.zeros([C], dtype=tl.float32)
+    for start in range(first, last, B):
+        row = start + tl.arange(0, B)
+        tile = _tile(x, row, channel, rows, xn).to(tl.float32)
+        if SHARES:
+            tile /= (row + 1).to(tl.float32)[:, None]
+        total += tl.sum(tile, 0)
+    width = tl.num_programs(1) * C
+    tl.store(sums + ((b * PARTS + tl.program_id(2)) * heads + h) * width + channel, total)
+
+
+@triton.jit
+def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
+              B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+              SIGN: tl.constexpr):  # fmt: skip
+    """out_i = x_i ± (v_1 + ... + v_i)/i for some channels and rows of one head."""
+    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
     v += b * vb + h * vh
     out += b * rb + h * rh
-    part = tl.cdiv(tl.cdiv(rows, B), PARTS) * B
-    first = tl.program_id(2) * part
+    earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
+    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
+    before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
     local = tl.arange(0, B)
-    ones = tl.full([B, B], 1.0, v.dtype.element_ty)
     until = (local[:, None] >= local[None, :]).to(v.dtype.element_ty)
-    before = tl.zeros([B, C], dtype=tl.float32)  # the same in all rows
-    for start in range(0, first, B):
-        tile = _tile(v, start + local, channel, rows, vn)
-        before = tl.dot(ones, tile, before, input_precision="ieee")
-    for start in range(first, min(first + part, rows), B):
+    for start in range(first, last, B):
         row = start + local
         tile = _tile(v, row, channel, rows, vn)
-        mean = tl.dot(until, tile, before, input_precision="ieee")
-        mean /= (row + 1).to(tl.float32)[:, None]
-        before = tl.dot(ones, tile, before, input_precision="ieee")
-        y = _tile(x, row, channel, rows, xn).to(tl.float32) + SIGN * mean
+        y = _tile(x, row, channel, rows, xn).to(tl.float32)
+        mean = tl.dot(until, tile, input_precision="ieee") + before[None, :]
+        y += mean * (SIGN / (row + 1).to(tl.float32)[:, None])
+        if start + B < last:
+            before += tl.sum(tile.to(tl.float32), 0)
         tl.store(
             out + row[:, None] * rn + channel[None, :],
             y.to(out.dtype.element_ty),
@@ -80,41 +113,29 @@ def _add_mean(x, v, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
 
 
 @triton.jit
-def _shares(g, start, channel, rows, stride, B: tl.constexpr):
-    """g_i·start/i of B rows: weights beside one, so that half precision holds the products."""
-    row = start + tl.arange(0, B)
-    weight = (start + 1.0) / (row + 1).to(tl.float32)
-    tile = _tile(g, row, channel, rows, stride)
-    return (tile.to(tl.float32) * weight[:, None]).to(tile.dtype)
-
-
-@triton.jit
-def _less_later(x, g, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
+def _less_later(x, g, sums, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
                 B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...), from the last rows to the first."""
-    head = tl.program_id(0)
-    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    channel = tl.program_id(1) * C + tl.arange(0, C)
+    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
     g += b * gb + h * gh
     out += b * rb + h * rh
-    part = tl.cdiv(tl.cdiv(rows, B), PARTS) * B
-    first = tl.program_id(2) * part
-    last = min(first + part, tl.cdiv(rows, B) * B)
+    later = tl.arange(0, PARTS)[:, None] > tl.program_id(2)
+    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
+    after = tl.sum(tl.load(all_sums, mask=later, other=0.0), 0)
     local = tl.arange(0, B)
-    ones = tl.full([B, B], 1.0, g.dtype.element_ty)
     since = (local[:, None] <= local[None, :]).to(g.dtype.element_ty)
-    after = tl.zeros([B, C], dtype=tl.float32)
-    for start in range(last, rows, B):
-        tile = _shares(g, start, channel, rows, gn, B)
-        after += tl.dot(ones, tile, input_precision="ieee") / (start + 1.0)
     for step in range(first, last, B):
         start = first + last - B - step
         row = start + local
-        tile = _shares(g, start, channel, rows, gn, B)
-        later = tl.dot(since, tile, input_precision="ieee") / (start + 1.0) + after
-        after += tl.dot(ones, tile, input_precision="ieee") / (start + 1.0)
-        y = _tile(x, row, channel, rows, xn).to(tl.float32) - later
+        y = _tile(x, row, channel, rows, xn).to(tl.float32)
+        # Weights beside one, so that half precision holds the products: g_i·start/i.
+        weight = (start + 1.0) / (row + 1).to(tl.float32)
+        tile = _tile(g, row, channel, rows, gn)
+        tile = (tile.to(tl.float32) * weight[:, None]).to(tile.dtype)
+        y -= tl.dot(since, tile, input_precision="ieee") / (start + 1.0) + after[None, :]
+        if step + B < last:
+            after += tl.sum(tile.to(tl.float32), 0) / (start + 1.0)
         tl.store(
             out + row[:, None] * rn + channel[None, :],
             y.to(out.dtype.element_ty),
@@ -122,26 +143,45 @@ def _less_later(x, g, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
         )
 
 
-def _pass(kernel: Any, x: Tensor, other: Tensor, into: Tensor | None = None, **more: Any) -> Tensor:
-    """One of the two kernels over all heads: x and what it says to add to it."""
-    batch, heads, rows, channels = x.shape
-    result = empty_heads(x) if into is None else into
+def _launch(kernel: Any, given: list[Tensor], sums: Tensor, **more: Any) -> None:
+    """A kernel over all heads of ``given``, the last of which is what it writes, if not sums."""
+    batch, heads, rows, channels = given[0].shape
+    if all(t.stride(1) == channels for t in given):  # heads side by side are one wide head
+        heads, channels = 1, heads * channels
     block, width, warps, stages, parts = TILE
-    width = min(width, channels)
+    width = math.gcd(width, channels)
     options = {"B": block, "C": width, "PARTS": parts, "num_warps": warps, "num_stages": stages}
+    arguments = [*given[:2], sums, *given[2:]]
     wrap_triton(kernel)[(batch * heads, channels // width, parts)](
-        *(x, other, result, heads, rows, *strides(x, other, result)), **options, **more
+        *arguments, heads, rows, *strides(*given), **options, **more
     )
+
+
+def _sums(x: Tensor, shares: bool) -> Tensor:
+    """Over the rows of each part, (items, parts, heads, channels)."""
+    batch, heads, _, channels = x.shape
+    sums = x.new_empty((batch, TILE[-1], heads, channels), dtype=torch.float32)
+    _launch(_sum_parts, [x], sums, SHARES=shares)
+    return sums
+
+
+def _pass(kernel: Any, x: Tensor, other: Tensor, sums: Tensor, into: Tensor | None = None,
+          **more: Any) -> Tensor:  # fmt: skip
+    """One of the two kernels over all heads: x and what it says to add to it."""
+    result = empty_heads(x) if into is None else into
+    _launch(kernel, [x, other, result], sums, **more)
     return result
 
 
 @triton_op("attncond::causal_attention", mutates_args={})
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = _cudnn(query, key, value, None, True, 0.0, True, False, scale=scale)
     output, logsumexp, seed, offset = dense(found[0]), found[1], found[6], found[7]
-    return _pass(_add_mean, output, value, into=output, SIGN=-1.0), logsumexp, seed, offset
+    sums = _sums(value, shares=False)
+    output = _pass(_add_mean, output, value, sums, into=output, SIGN=-1.0)
+    return output, sums, logsumexp, seed, offset
 
 
 @triton_op("attncond::causal_attention_backward", mutates_args={})
@@ -151,19 +191,20 @@ def _attend_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    sums: Tensor,
     logsumexp: Tensor,
     seed: Tensor,
     offset: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output = _pass(_add_mean, out, value, SIGN=1.0)
+    output = _pass(_add_mean, out, value, sums, SIGN=1.0)
     dq, dk, dv = _cudnn_backward(
         *(grad, query, key, value, output, logsumexp, seed, offset),
         *(None, None, None, query.shape[2], key.shape[2], 0.0, True),
         scale=scale,
     )
     dv = dense(dv)
-    return dq, dk, _pass(_less_later, dv, grad, into=dv)
+    return dq, dk, _pass(_less_later, dv, grad, _sums(grad, shares=True), into=dv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
