@@ -158,7 +158,7 @@ def _launch(kernel: Any, given: list[Tensor], sums: Tensor, **more: Any) -> None
 
 
 def _sums(x: Tensor, shares: bool) -> Tensor:
-    """Over the rows of each part, (items, parts, heads, channels)."""
+    """Of x_i, or of x_i/i, over the rows of each part: (items, parts, heads, channels)."""
     batch, heads, _, channels = x.shape
     sums = x.new_empty((batch, TILE[-1], heads, channels), dtype=torch.float32)
     _launch(_sum_parts, [x], sums, SHARES=shares)
@@ -197,6 +197,7 @@ def _attend_backward(
     offset: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    shares = _sums(grad, shares=True)  # first, while what made it has left it in the cache
     output = _pass(_add_mean, out, value, sums, SIGN=1.0)
     dq, dk, dv = _cudnn_backward(
         *(grad, query, key, value, output, logsumexp, seed, offset),
@@ -204,7 +205,7 @@ def _attend_backward(
         scale=scale,
     )
     dv = dense(dv)
-    return dq, dk, _pass(_less_later, dv, grad, _sums(grad, shares=True), into=dv)
+    return dq, dk, _pass(_less_later, dv, grad, shares, into=dv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
