@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attncond.lab.run import MARGIN, Planned, plan, run_many
+from attncond.lab.run import MARGIN, Planned, interruptible, plan, run_many
+from attncond.lab.timing import Starts
 
 ALL = ("davit", "xcit", "swin", "deit", "vit")
 Part = tuple[Sequence[str], Sequence[str], Sequence[int]]  # architectures, variants, seeds
@@ -99,15 +100,25 @@ def main() -> int:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--time-limit", type=float, default=float("inf"))
+    parser.add_argument("--time-limit", type=float)
     args = parser.parse_args()
-    end = time.time() + args.time_limit - MARGIN
-    bad = 0
+    return interruptible(lambda: all_of(args))
+
+
+def all_of(args: argparse.Namespace) -> int:
+    """The exit code: 0 if all runs have ended."""
+    end = None if args.time_limit is None else time.time() + args.time_limit - MARGIN
+    bad, starts = 0, Starts()
     for stage in args.stages:
         todo = list(runs(stage, args.form, args.out))
         print(f"{stage}: {len(todo)} runs", flush=True)
         found = run_many(
-            todo, jobs=args.jobs, data=args.data, test=stage not in CHOOSE, deadline=end
+            todo,
+            jobs=args.jobs,
+            data=args.data,
+            test=stage not in CHOOSE,
+            deadline=end,
+            starts=starts,
         )
         bad += sum(outcome.state in ("failed", "stopped") for outcome in found)
     return 1 if bad else 0

@@ -18,6 +18,7 @@ from attncond.lab.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
+GOES_ON = "the same command goes on from its last checkpoint, if it has one"
 WORKER = """#!{python} -S
 import json, os, signal, sys, time
 
@@ -48,7 +49,10 @@ for line in sys.stdin:
     if told["do"] == "half":
         print('{{"state": "finished", "mess', end="", flush=True)
         sys.exit(5)
-    print(json.dumps({{"state": told["do"], "message": "said " + told["name"]}}), flush=True)
+    said = {{"state": told["do"], "message": "said " + told["name"]}}
+    if "start" in told:
+        said["first_step"] = time.time() + told["start"]
+    print(json.dumps(said), flush=True)
     if told["do"] == "broken":
         sys.exit(1)
 """
@@ -215,7 +219,7 @@ def test_ctrl_c_lets_workers_save_and_begins_nothing_more(workers, begun):
     interrupted(pool, begun, "saves", "starts")
     assert sorted(seen) == [
         ("saves", "stopped", "SIGTERM at step 7"),
-        ("starts", "stopped", "before its first step"),
+        ("starts", "stopped", f"ended before it could save; {GOES_ON}"),
     ]
     assert not (begun / "waiting").exists()
 
@@ -229,3 +233,57 @@ def test_a_worker_that_does_not_stop_is_killed(workers, begun, monkeypatch):
     assert 0.3 < time.monotonic() - began < 20
     pool._workers[0].wait(10)
     assert pool._workers[0].returncode == -9
+
+
+def test_a_worker_that_heeds_no_deadline_is_asked_to_stop_and_then_killed(
+    workers, begun, monkeypatch
+):
+    """As one that compiles does; the others have saved by then."""
+    workers()
+    monkeypatch.setattr(pools, "SECONDS_TO_SAVE", 4.0)
+    runs = [Run("stuck", "stay"), Run("saves", "wait"), Run("never")]
+    deadline = time.time() + 3
+    pool, seen = pooled(runs, 2, deadline=deadline)
+    pool.run()
+    assert 4 <= time.time() - deadline < 8
+    assert (begun / "stuck").exists()
+    assert sorted(seen) == [
+        ("saves", "stopped", "SIGTERM at step 7"),
+        ("stuck", "stopped", f"ended by force after the time limit; {GOES_ON}"),
+    ]
+    assert sorted(worker.returncode for worker in pool._workers.values()) == [-9, 0]
+
+
+def test_processes_of_a_worker_end_with_it(workers, begun, monkeypatch):
+    """They hold its output open: to wait for its end would be to wait for theirs."""
+    workers()
+    program = Path(sys.executable)
+    child = "import subprocess; subprocess.Popen(['sleep', '60'])\nfor line in sys.stdin:"
+    program.write_text(program.read_text().replace("for line in sys.stdin:", child))
+    monkeypatch.setattr(pools, "SECONDS_TO_SAVE", 0.4)
+    pool, seen = pooled([Run("stuck", "stay")], 1, deadline=time.time() + 2)
+    began = time.monotonic()
+    pool.run()
+    assert time.monotonic() - began < 20
+    assert [state for _, state, _ in seen] == ["stopped"]
+
+
+def test_no_run_begins_that_would_not_make_a_step(workers, begun):
+    workers()
+    runs = [Run("first"), *(Run(f"other{n}", kind=("b", f"b{n}")) for n in range(2))]
+    told = lambda run: run.told | {"start": 1000.0}  # noqa: E731
+    pool, seen = pooled(runs, 1, told, deadline=time.time() + 500)
+    pool.run()
+    assert [name for name, *_ in seen] == ["first"]
+    assert len(list(begun.iterdir())) == 1
+    assert [run.folder.name for run in pool.waiting] == ["other0", "other1"]
+
+
+def test_what_a_worker_has_compiled_begins_sooner(workers):
+    workers()
+    runs = [Run("first"), Run("again"), Run("other", kind=("b", "b1"))]
+    told = lambda run: run.told | {"start": 1.0 if run.folder.name == "again" else 1000.0}  # noqa: E731
+    pool, seen = pooled(runs, 1, told, deadline=time.time() + 500)
+    pool.starts.add(1.0, compiled=True)
+    pool.run()
+    assert [name for name, *_ in seen] == ["first", "again"]

@@ -1,5 +1,6 @@
 """Running recipes: what is planned, several at once, and what a crash, Ctrl-C or a limit leaves."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from attncond.lab import run as runner
 from attncond.lab.folder import RunError
 from attncond.lab.recipe import RecipeError
 from attncond.lab.run import main, plan, run_many, seeds_of
+from attncond.lab.timing import Starts
 
 pytestmark = pytest.mark.xdist_group("lab-run")
 VARIANTS = ("baseline", "gap")
@@ -266,12 +268,7 @@ def test_a_killed_worker_takes_nothing_along_and_ctrl_c_stops_all_with_checkpoin
     assert "SIGTERM at step" in out
 
 
-def test_workers_stop_when_their_parent_is_killed(tmp_path):
-    process = start(tmp_path, *LONG)
-    wait_for_checkpoints(tmp_path)
-    workers = workers_of(process)
-    process.kill()
-    process.wait()
+def gone(workers):
     for worker in workers:
         for _ in range(200):
             if not Path(f"/proc/{worker}/stat").exists():
@@ -279,3 +276,101 @@ def test_workers_stop_when_their_parent_is_killed(tmp_path):
             time.sleep(0.1)
         else:
             raise AssertionError("a worker goes on")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_workers_stop_with_their_parent(tmp_path, number):
+    process = start(tmp_path, *LONG)
+    wait_for_checkpoints(tmp_path)
+    workers = workers_of(process)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    if number == signal.SIGKILL:
+        assert process.returncode == -9
+    else:
+        assert process.returncode == 130, out + error
+        assert out.count("SIGTERM at step") == 2
+        assert "The same command goes on" in error
+    gone(workers)
+
+
+STUCK = """#!{python}
+import sys, time, types
+from attncond.lab import worker
+from attncond.lab.timing import Stop
+
+def train(config, folder, **options):
+    with Stop(options["deadline"]):
+        (folder / "begun").touch()
+        time.sleep(100)  # compiling
+
+sys.modules["attncond.lab.train"] = types.SimpleNamespace(train=train)
+sys.exit(worker.work())
+"""
+
+
+@pytest.fixture
+def stuck(tmp_path, monkeypatch):
+    """Workers that do not come to a first step."""
+    program = tmp_path / "stuck"
+    program.write_text(STUCK.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+def test_a_time_limit_holds_while_models_are_compiled(tmp_path, stuck, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "MARGIN", 10.0)  # of 40 s
+    began = time.time()
+    assert main([*SMOKE, "--jobs", "2", "--out", str(tmp_path), "--time-limit", "30"]) == 1
+    assert 20 < time.time() - began < 32
+    said = capsys.readouterr().out
+    assert len(list(tmp_path.rglob("begun"))) == 2
+    assert said.count("stopped: time limit before its first step") == 2
+    assert "2 stopped" in said
+
+
+def benchmark():
+    path = Path(__file__).parents[2] / "benchmarks/lab_runs.py"
+    spec = importlib.util.spec_from_file_location("lab_runs", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmarks_stages_share_a_time_limit_and_what_was_learnt(monkeypatch, tmp_path):
+    module, calls = benchmark(), []
+    monkeypatch.setattr(module, "run_many", lambda runs, **how: calls.append(how) or [])
+    call = ["lab_runs.py", "why", "gap", "--out", str(tmp_path), "--time-limit", "100"]
+    monkeypatch.setattr(sys, "argv", call)
+    assert module.main() == 0
+    assert abs(calls[0]["deadline"] - time.time() - 100 + runner.MARGIN) < 10
+    for name in ("deadline", "starts"):
+        assert calls[0][name] is calls[1][name]
+    monkeypatch.setattr(sys, "argv", call[:-2])
+    assert module.main() == 0
+    assert calls[-1]["deadline"] is None
+
+
+def test_the_benchmark_stops_as_the_command_does(monkeypatch, tmp_path, capsys):
+    module = benchmark()
+
+    def training(runs, **_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(module, "run_many", training)
+    monkeypatch.setattr(sys, "argv", ["lab_runs.py", "why", "--out", str(tmp_path)])
+    assert module.main() == 130
+    assert "The same command goes on" in capsys.readouterr().err
+
+
+def test_what_would_not_make_a_step_is_not_begun(monkeypatch, tmp_path):
+    """One after the other, too: by what those before it needed."""
+    runs = plan(["digits"], tmp_path, form="smoke", variants=["baseline", "gap"], seeds=[0, 1])
+    starts, said = Starts(), []
+    starts.add(1000.0, compiled=False)
+    outcomes = run_many(runs, deadline=time.time() + 500, starts=starts, say=said.append)
+    assert {str(o) for o in outcomes} == {"stopped: not begun before the time limit"}
+    outcomes = run_many(runs[:1], starts=starts, say=said.append)
+    assert outcomes[0].state == "finished"
+    assert starts._seconds[False][1] < 60

@@ -1,4 +1,4 @@
-"""Step times without the warm-up, and signals that wait for the end of a step."""
+"""Step times without the warm-up, signals that wait for a step, runs that are worth beginning."""
 
 import os
 import signal
@@ -7,7 +7,8 @@ import time
 import pytest
 
 from attncond.lab import timing
-from attncond.lab.timing import Stop, Stopwatch
+from attncond.lab.folder import Interrupted
+from attncond.lab.timing import Starts, Stop, Stopwatch, first_step
 
 
 @pytest.fixture
@@ -49,9 +50,13 @@ def test_a_run_that_ends_in_its_warm_up_has_no_step_time(clock):
     assert watch.last == 200
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+SIGNALS = pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
 )
+
+
+@SIGNALS
 def test_a_signal_is_a_reason_and_the_second_an_interrupt(number, reason):
     before = signal.getsignal(number)
     with Stop() as stop:
@@ -66,3 +71,71 @@ def test_a_signal_is_a_reason_and_the_second_an_interrupt(number, reason):
 def test_a_deadline():
     assert Stop(time.time() + 60).reason is None
     assert Stop(time.time() - 1).reason == "time limit"
+
+
+def compiling(number):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+@SIGNALS
+def test_before_the_first_step_a_signal_ends_the_run_at_once(number, reason):
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=f"^{reason} before its first step$") as caught, Stop():
+        compiling(number)
+    assert caught.value.reason == reason
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_after_the_deadline_is_told_as_the_deadline():
+    with pytest.raises(Interrupted, match="time limit before its first step"), Stop(time.time()):
+        compiling(signal.SIGTERM)
+
+
+def test_several_processes_wait_for_a_step_in_any_case(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    began = time.time()
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+    assert first_step(began) is None  # they would not agree on what it means
+
+
+def test_an_interrupt_that_nobody_asked_for_stays_one():
+    with pytest.raises(KeyboardInterrupt), Stop():
+        raise KeyboardInterrupt
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_first_step_of_a_run():
+    before = time.time()
+    with Stop() as stop:
+        assert first_step(before) is None
+        _ = stop.reason
+        first = first_step(before)
+        _ = stop.reason
+    assert before <= first == first_step(before) <= time.time()
+    assert first_step(time.time() + 1) is None  # a run after it, which made none
+
+
+def test_a_run_is_worth_beginning_if_its_like_would_make_a_step_in_time():
+    starts, limit = Starts(), time.time() + 50
+    assert starts.worth(limit, compiled=False)  # nothing is known
+    assert not starts.worth(time.time(), compiled=False)
+    for seconds in (20, 60, 1000):
+        starts.add(seconds, compiled=False)
+    assert not starts.worth(limit, compiled=False)
+    assert starts.worth(limit, compiled=True)
+    assert starts.worth(limit + 20, compiled=False)
+    assert starts.worth(None, compiled=False)
+    starts.add(70, compiled=True)
+    assert not starts.worth(limit, compiled=True)

@@ -14,6 +14,7 @@ from attncond.lab.recipe import load
 from attncond.lab.worker import job
 
 WORKER = [sys.executable, "-m", "attncond.lab.worker"]
+ENDS = ("finished", "diverged")
 
 
 def config(variant="baseline", **settings):
@@ -52,6 +53,7 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
         broken,
         job(config(), tmp_path / "after", None, True, True, None),
     ]
+    began = time.time()
     done = subprocess.run(
         WORKER,
         input="".join(json.dumps(told) + "\n" for told in jobs),
@@ -66,6 +68,7 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
     assert done.returncode == 1
     good, failed, nowhere, late, wild, last = (a["message"] for a in answers)
     assert (good, wild) == ("", "")
+    assert [a.get("first_step", 0) > began for a in answers] == [s in ENDS for s in states]
     assert 'recipe was "another" and is "digits"' in failed
     assert nowhere.endswith("cannot be written: Not a directory. Choose another with --out")
     assert "time limit at step 1 of 10" in late
@@ -80,27 +83,83 @@ def test_jobs_are_answered_in_turn_until_one_breaks_the_process(tmp_path):
     assert not (tmp_path / "after").exists()
 
 
+STUCK = """
+import sys, time, types
+from attncond.lab import worker
+from attncond.lab.timing import Stop
+
+def train(config, folder, **options):
+    with Stop(options["deadline"]):
+        (folder / "begun").touch()
+        end = time.time() + 60
+        while time.time() < end:  # compiling
+            try:
+                time.sleep(60)
+            except KeyboardInterrupt:
+                if "deaf" in sys.argv:
+                    continue
+                raise
+
+sys.modules["attncond.lab.train"] = types.SimpleNamespace(train=train)
+worker.SECONDS_TO_SAVE = 2.0
+sys.exit(worker.work())
+"""
+
+
+def wait_for(path):
+    for _ in range(600):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} is not there")
+
+
+@pytest.mark.parametrize(("late", "reason"), [(False, "SIGTERM"), (True, "time limit")])
+def test_a_worker_that_is_asked_to_stop_before_the_first_step_does(tmp_path, late, reason):
+    call = [sys.executable, "-c", STUCK]
+    deadline = time.time() if late else None
+    with subprocess.Popen(
+        call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        process.stdin.write(json.dumps(job(config(), tmp_path, None, True, True, deadline)) + "\n")
+        process.stdin.flush()
+        wait_for(tmp_path / "begun")
+        process.terminate()
+        answer = json.loads(process.stdout.readline())
+        assert answer == {"state": "stopped", "message": f"{reason} before its first step"}
+        assert process.communicate(timeout=30) == ("", None)
+        assert process.returncode == 0
+
+
 PARENT = """
 import os, subprocess, sys
 environment = {**os.environ, "ATTNCOND_LAB_PARENT": str(os.getpid())}
-worker = subprocess.Popen(sys.argv[1:], stdin=0, env=environment)
+alone = "-c" in sys.argv
+worker = subprocess.Popen(sys.argv[1:], stdin=0, env=environment, start_new_session=alone)
 print("started", flush=True)
 worker.wait()
 """
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
-def test_a_worker_does_not_outlive_the_process_that_started_it():
+@pytest.mark.parametrize("doing", ["starts", "compiles", "hangs"])
+def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path, doing):
     """Even while its standard input stays open, and if that process is killed at once."""
     read, write = os.pipe()
-    call = [sys.executable, "-S", "-c", PARENT, *WORKER]
+    program = {"compiles": [sys.executable, "-c", STUCK]}
+    program["hangs"] = [*program["compiles"], "deaf"]
+    call = [sys.executable, "-S", "-c", PARENT, *program.get(doing, WORKER)]
     with subprocess.Popen(call, stdin=read, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout.readline() == "started\n"
+        if doing in program:
+            told = job(config(), tmp_path, None, True, True, None)
+            os.write(write, json.dumps(told).encode() + b"\n")
+            wait_for(tmp_path / "begun")
         parent.kill()
         # The end of this output comes when nobody holds it any more: the worker does, too.
-        watch = threading.Timer(60, os.close, [write])
+        watch = threading.Timer(30, os.close, [write])
         watch.start()
-        assert parent.stdout.read() == ""
+        assert "finished" not in parent.stdout.read()
         assert watch.is_alive()
         watch.cancel()
     os.close(read)

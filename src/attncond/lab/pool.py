@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +18,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from attncond.lab.timing import Starts
+from attncond.lab.worker import SECONDS_TO_SAVE
+
 __all__ = ["Pool"]
 
-SECONDS_TO_STOP = 120.0  # for a checkpoint; a worker that is still compiling may need them
+SECONDS_TO_STOP = 120.0  # after Ctrl-C: for a checkpoint, and the evaluation before it
+_CUT = "the same command goes on from its last checkpoint, if it has one"
 
 
 class _Run(Protocol):
@@ -45,7 +50,11 @@ class Pool(Generic[Run]):
         jobs: How many at a time.
         tell: A run as what ``attncond.lab.worker`` reads.
         ended: Called with each run, its state and a message, as they end.
-        deadline: No run is begun after it.
+        deadline: Runs stop by themselves then. A worker that has not stopped after half of
+            :data:`SECONDS_TO_SAVE`, most often because it compiles, is asked to, and after all of
+            them it is killed; no checkpoint suffers by that.
+        starts: What is known of how long runs take to their first step. None is begun that would
+            not reach it before the deadline.
     """
 
     def __init__(
@@ -55,11 +64,14 @@ class Pool(Generic[Run]):
         tell: Callable[[Run], dict[str, Any]],
         ended: Callable[[Run, str, str], None],
         deadline: float | None = None,
+        starts: Starts | None = None,
     ) -> None:
         self.waiting = list(runs)
         self.jobs = min(jobs, len(runs))
         self.tell, self.ended, self.deadline = tell, ended, deadline
+        self.starts = starts or Starts()
         self.stopping = False
+        self._hurried: float | None = None  # when workers were asked to stop after the deadline
         self._lock = threading.Lock()
         self._busy: dict[int, Run] = {}
         self._workers: dict[int, subprocess.Popen[str]] = {}
@@ -72,26 +84,36 @@ class Pool(Generic[Run]):
         """
         # Not by Thread.join: one that Ctrl-C interrupts takes its thread for ended (Python < 3.13).
         ends = [threading.Event() for _ in range(self.jobs)]
-        for number, end in enumerate(ends):
-            threading.Thread(target=self._serve, args=(number, end)).start()
         try:
+            for number, end in enumerate(ends):
+                threading.Thread(target=self._serve, args=(number, end)).start()
             for end in ends:
                 while not end.wait(0.2):  # Ctrl-C is heard in between
-                    pass
+                    self._hurry()
         except KeyboardInterrupt:
-            self._stop()
-            last = time.monotonic() + SECONDS_TO_STOP
             try:
+                self._stop()
+                last = time.monotonic() + SECONDS_TO_STOP
                 for end in ends:
                     end.wait(max(0.0, last - time.monotonic()))
             finally:  # a second Ctrl-C, too
-                self._each(subprocess.Popen.kill)
+                self._each(_kill)
             raise
 
     def _stop(self) -> None:
         with self._lock:
             self.stopping = True
         self._each(subprocess.Popen.terminate)
+
+    def _hurry(self) -> None:
+        """End the workers that the deadline has not ended."""
+        now, half = time.monotonic(), SECONDS_TO_SAVE / 2
+        if self._hurried is not None:
+            if now > self._hurried + half:
+                self._each(_kill)
+        elif self.deadline is not None and time.time() > self.deadline + half:
+            self._hurried = now
+            self._each(subprocess.Popen.terminate)
 
     def _each(self, what: Callable[[subprocess.Popen[str]], None]) -> None:
         for worker in list(self._workers.values()):
@@ -107,8 +129,8 @@ class Pool(Generic[Run]):
     def _all(self, number: int) -> None:
         last: Run | None = None
         while (run := self._next(number, last)) is not None:
+            state, message = self._do(number, run, last)
             last = run
-            state, message = self._do(number, run)
             with self._lock:
                 del self._busy[number]
                 self.ended(run, state, message)
@@ -120,8 +142,7 @@ class Pool(Generic[Run]):
 
     def _next(self, number: int, last: Run | None) -> Run | None:
         with self._lock:
-            late = self.deadline is not None and time.time() >= self.deadline
-            if self.stopping or late or not self.waiting:
+            if self.stopping or not self.waiting:
                 return None
             many = Counter(run.kind for run in self.waiting)
             taken = {run.kind for run in self._busy.values()}
@@ -135,14 +156,17 @@ class Pool(Generic[Run]):
                 return known, run.kind not in taken, near, many[run.kind]
 
             found = max(self.waiting, key=worth)
+            if not self.starts.worth(self.deadline, compiled=_same(found, last)):
+                return None
             self.waiting.remove(found)
             self._busy[number] = found
             return found
 
-    def _do(self, number: int, run: Run) -> tuple[str, str]:
-        worker = self._workers.get(number)
+    def _do(self, number: int, run: Run, last: Run | None) -> tuple[str, str]:
+        began, worker = time.time(), self._workers.get(number)
         if worker is None or worker.poll() is not None:
-            worker = self._workers[number] = self._start(number)
+            worker, last = self._start(number), None
+            self._workers[number] = worker
             if self.stopping:  # it came too late for the signal that the others got
                 worker.terminate()
         assert worker.stdin is not None
@@ -158,10 +182,15 @@ class Pool(Generic[Run]):
             state = "failed" if told["state"] == "broken" else told["state"]
             if told["state"] == "broken":
                 worker.wait()
+            if told.get("first_step"):
+                with self._lock:
+                    self.starts.add(told["first_step"] - began, compiled=_same(run, last))
             return str(state), str(told["message"])
         code = worker.wait()
         if self.stopping:
-            return "stopped", "before its first step"
+            return "stopped", f"ended before it could save; {_CUT}"
+        if self._hurried is not None:
+            return "stopped", f"ended by force after the time limit; {_CUT}"
         return "failed", f"its process ended with code {code}; see {run.folder / 'log.txt'}"
 
     def _start(self, number: int) -> subprocess.Popen[str]:
@@ -184,3 +213,17 @@ class Pool(Generic[Run]):
             env=environment,
             start_new_session=True,  # the terminal's Ctrl-C comes to us alone
         )
+
+
+def _same(run: _Run, last: _Run | None) -> bool:
+    """Whether a worker has compiled for the one what the other needs."""
+    return last is not None and run.kind == last.kind
+
+
+def _kill(worker: subprocess.Popen[str]) -> None:
+    """With the processes that it has started: they hold on to its output, and we wait for that."""
+    if os.name == "posix":
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+            os.killpg(worker.pid, signal.SIGKILL)
+    else:
+        worker.kill()

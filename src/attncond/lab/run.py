@@ -36,11 +36,16 @@ from attncond.errors import ConditioningError
 from attncond.lab.config import Config
 from attncond.lab.folder import Interrupted, Result, RunError, RunFolder, run_path
 from attncond.lab.pool import Pool
-from attncond.lab.worker import job
+from attncond.lab.timing import Starts, first_step, heard
+from attncond.lab.worker import SECONDS_TO_SAVE, job
 
-__all__ = ["Outcome", "Planned", "add_arguments", "main", "plan", "run", "run_many", "seeds_of"]
+__all__ = [
+    *("MARGIN", "Outcome", "Planned", "add_arguments", "interruptible", "main", "plan", "run"),
+    *("run_many", "seeds_of"),
+]
 
-MARGIN = 15.0  # seconds before the time limit in which runs under way are saved
+MARGIN = SECONDS_TO_SAVE + 5
+"""Seconds before the time limit in which runs under way are saved, and processes end."""
 
 
 @dataclass(frozen=True)
@@ -130,17 +135,20 @@ def run_many(
     resume: bool = True,
     test: bool = True,
     deadline: float | None = None,
+    starts: Starts | None = None,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
 ) -> list[Outcome]:
     """Train all of them, ``jobs`` at a time, and say how each one ended.
 
     With one job they are trained in this process, which torchrun or accelerate may have started
-    several times. A run that fails does not keep the others from being trained.
+    several times. A run that fails does not keep the others from being trained. One that would not
+    make a step before the deadline, by what those before it needed, is not begun.
 
     Args:
         runs: What :func:`plan` gives.
         jobs: Worker processes; they share the GPU, or the GPUs, of this machine.
         data, resume, test, deadline: As for :func:`attncond.lab.train.train`.
+        starts: What earlier calls with the same deadline learnt of how long runs take to begin.
         say: Gets a line for each run.
 
     Raises:
@@ -155,6 +163,7 @@ def run_many(
         outcome = outcomes[run.folder] = Outcome(run.folder, state, message, result)
         say(f"[{len(outcomes)}/{len(runs)}] {run.folder}: {outcome}")
 
+    starts = starts or Starts()
     if jobs > 1 and len(runs) > 1:
         pool = Pool(
             list(runs),
@@ -162,11 +171,19 @@ def run_many(
             lambda run: job(run.config, run.folder, data, resume, test, deadline),
             ended,
             deadline,
+            starts,
         )
         pool.run()
     else:
+        last = None
         for run in runs:
+            compiled, last, began = run.kind == last, run.kind, time.time()
+            if not starts.worth(deadline, compiled):
+                break
             ended(run, *_here(run, data, resume, test, deadline))
+            # None for several processes: each would decide for itself.
+            if (first := first_step(began)) is not None:
+                starts.add(first - began, compiled)
     for run in runs:
         if run.folder not in outcomes:
             ended(run, "stopped", "not begun before the time limit")
@@ -179,8 +196,6 @@ def _here(
     from attncond.lab.distributed import SharedError
     from attncond.lab.train import train
 
-    if deadline is not None and time.time() >= deadline:
-        return "stopped", "not begun before the time limit"
     try:
         result = train(
             run.config, run.folder, data=data, resume=resume, test=test, deadline=deadline
@@ -341,6 +356,27 @@ def _as_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def interruptible(work: Callable[[], int]) -> int:
+    """The exit code of a command that trains, whatever ends it.
+
+    SIGTERM, and SIGHUP where it is not ignored, end it as Ctrl-C does: with checkpoints, and with
+    no worker left behind (130). Mistakes are told (2).
+    """
+    for number in heard():
+        if number != signal.SIGINT:
+            signal.signal(number, _as_interrupt)
+    try:
+        return work()
+    except (KeyboardInterrupt, Interrupted) as error:
+        said = f"{error}. " if str(error) else ""
+        print(f"{said}The same command goes on from here.", file=sys.stderr)
+        return 130
+    except ConditioningError as error:
+        process = f" (process {_rank()})" if _rank() else ""
+        print(f"attncond{process}: {error}", file=sys.stderr)
+        return 2
+
+
 def main(argv: Sequence[str] | None = None, **more: Any) -> int:
     """The command line; returns the exit code.
 
@@ -352,17 +388,7 @@ def main(argv: Sequence[str] | None = None, **more: Any) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        return run(args)
-    except (KeyboardInterrupt, Interrupted) as error:
-        said = f"{error}. " if str(error) else ""
-        print(f"{said}The same command goes on from here.", file=sys.stderr)
-        return 130
-    except ConditioningError as error:
-        process = f" (process {_rank()})" if _rank() else ""
-        print(f"attncond{process}: {error}", file=sys.stderr)
-        return 2
+    return interruptible(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""When a run has to stop, and how long its steps take without waiting for each of them."""
+"""When a run has to stop, whether it is worth beginning, and how long its steps take."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import statistics
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
-__all__ = ["WARM_UP", "Stop", "Stopwatch"]
+from attncond.lab.folder import Interrupted
+
+__all__ = ["WARM_UP", "Starts", "Stop", "Stopwatch", "first_step", "heard"]
 
 WARM_UP = 8
 """The first steps of a process: compiling, recording CUDA graphs, first allocations."""
@@ -59,30 +62,46 @@ class Stopwatch:
         return self.before + time.perf_counter() - self.began - extra
 
 
-class Stop:
-    """Asks a run to end after its current step: Ctrl-C, SIGTERM, or the time is up.
+def heard() -> list[int]:
+    """The signals by which a run is asked to stop; what nohup has switched off stays so."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # the last: its terminal was closed
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
 
-    A signal in the middle of a step would leave half of the weights updated. A second Ctrl-C ends
-    the process at once.
+
+class Stop:
+    """Asks a run to end after its current step: Ctrl-C, SIGTERM, SIGHUP, or the time is up.
+
+    A signal in the middle of a step would leave half of the weights updated. A second one ends the
+    run at once, and so does the first before any step is made: compiling may take minutes, and
+    there is nothing to save. (Several processes stop together, so there it waits for a step.)
     """
+
+    latest: ClassVar[float | None] = None  # when this process last made a first step
 
     def __init__(self, deadline: float | None = None) -> None:
         self.deadline = deadline  # in the seconds of time.time()
         self.signal: int | None = None
+        self._stepped = int(os.environ.get("WORLD_SIZE", "1")) > 1
         self._handlers: dict[int, Any] = {}
 
     @property
     def reason(self) -> str | None:
-        """Why to stop now; None: go on."""
-        if self.signal is not None:
-            return "Ctrl-C" if self.signal == signal.SIGINT else "SIGTERM"
+        """Why to stop now; None: go on. To be asked after each step, never before the first."""
+        if not self._stepped:
+            self._stepped, Stop.latest = True, time.time()
+        return self._reason()
+
+    def _reason(self) -> str | None:
         if self.deadline is not None and time.time() >= self.deadline:
             return "time limit"
+        if self.signal is not None:
+            return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
         return None
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in heard():
                 self._handlers[number] = signal.signal(number, self._note)
         return self
 
@@ -95,8 +114,36 @@ class Stop:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
+        if isinstance(error, KeyboardInterrupt) and not self._stepped and (why := self._reason()):
+            raise Interrupted(why, f"{why} before its first step") from error
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        again, self.signal = self.signal is not None, number
+        if again or not self._stepped:
             raise KeyboardInterrupt
-        self.signal = number
+
+
+def first_step(since: float) -> float | None:
+    """When the run that this process began at ``since`` had made a step; None: it made none."""
+    return Stop.latest if Stop.latest is not None and Stop.latest >= since else None
+
+
+class Starts:
+    """Whether a run is worth beginning, by how long those before needed until their first step.
+
+    It is if more time is left than the median of them needed. A model that the process has compiled
+    already starts in seconds, another in a minute or two: they count apart. The first of a kind is
+    always begun.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def add(self, seconds: float, compiled: bool) -> None:
+        """A run needed so long."""
+        self._seconds[compiled].append(seconds)
+
+    def worth(self, deadline: float | None, compiled: bool) -> bool:
+        """Whether a run that begins now has a chance to make a step before the deadline."""
+        needed = statistics.median(self._seconds[compiled] or [0.0])
+        return deadline is None or deadline - time.time() > needed

@@ -2,7 +2,7 @@
 
 Jobs come as JSON lines on standard input, and for each one a JSON line goes to standard output.
 What a run prints goes to log.txt in its folder. Whatever happens here, the process that asked lives
-on.
+on; when that one is gone, however it ended, so is this one a few seconds later.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["job", "work"]
+__all__ = ["SECONDS_TO_SAVE", "job", "work"]
 
-PATIENCE = 1.0  # seconds
+PATIENCE = 1.0  # seconds between two looks at whether the parent lives
+SECONDS_TO_SAVE = 10.0
+"""For the step and the checkpoint of a run that has to end; then its process is killed."""
 
 
 def job(
@@ -66,10 +68,12 @@ def work() -> int:
 
 
 def _one(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    began = time.time()
     try:  # imported here, so that a broken installation is told as well
         from attncond.errors import ConditioningError
         from attncond.lab.config import Config
         from attncond.lab.folder import Interrupted
+        from attncond.lab.timing import first_step
         from attncond.lab.train import train
     except Exception as error:
         traceback.print_exc()
@@ -92,14 +96,21 @@ def _one(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     except BaseException as error:
         traceback.print_exc()
         return {"state": "broken", "message": f"{error!r}; see {folder / 'log.txt'}"}
-    return {"state": result.status, "message": ""}
+    return {"state": result.status, "message": "", "first_step": first_step(began)}
 
 
 def _follow(parent: int) -> None:
-    """Stop, with a checkpoint, when the process that gives the jobs was killed."""
+    """Stop, with a checkpoint if that is soon done, when the process that gives the jobs is gone.
+
+    It was killed, maybe. A worker that lived on would keep the device busy.
+    """
     while os.getppid() == parent:
         time.sleep(PATIENCE)
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SECONDS_TO_SAVE)
+    if os.getpgrp() == os.getpid():  # with the processes that it has started
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
