@@ -92,6 +92,19 @@ def test_a_signal_after_the_deadline_is_told_as_the_deadline():
         compiling(signal.SIGTERM)
 
 
+def test_a_deadline_ends_what_has_made_no_step_soon_after_it(monkeypatch):
+    monkeypatch.setattr(timing, "SECONDS_TO_BEGIN", 0.2)
+    with pytest.raises(Interrupted, match="time limit before its first step"), Stop(time.time()):
+        time.sleep(60)
+    with Stop(time.time()) as stop:  # it has made one, and saves
+        assert stop.reason == "time limit"
+        time.sleep(0.4)
+    with Stop(time.time() + 1e12):  # no limit to speak of
+        pass
+    with Stop(float("inf")):
+        pass
+
+
 def test_several_processes_wait_for_a_step_in_any_case(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     began = time.time()

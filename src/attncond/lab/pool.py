@@ -51,8 +51,8 @@ class Pool(Generic[Run]):
         tell: A run as what ``attncond.lab.worker`` reads.
         ended: Called with each run, its state and a message, as they end.
         deadline: Runs stop by themselves then. A worker that has not stopped after half of
-            :data:`SECONDS_TO_SAVE`, most often because it compiles, is asked to, and after all of
-            them it is killed; no checkpoint suffers by that.
+            :data:`SECONDS_TO_SAVE` is asked to, and after all of them it is killed; no checkpoint
+            suffers by that.
         starts: What is known of how long runs take to their first step. None is begun that would
             not reach it before the deadline.
     """

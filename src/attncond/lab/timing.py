@@ -17,6 +17,7 @@ __all__ = ["WARM_UP", "Starts", "Stop", "Stopwatch", "first_step", "heard"]
 
 WARM_UP = 8
 """The first steps of a process: compiling, recording CUDA graphs, first allocations."""
+SECONDS_TO_BEGIN = 4.0  # after the deadline, for the first step; then there is nothing to save
 
 
 class Stopwatch:
@@ -73,8 +74,8 @@ class Stop:
     """Asks a run to end after its current step: Ctrl-C, SIGTERM, SIGHUP, or the time is up.
 
     A signal in the middle of a step would leave half of the weights updated. A second one ends the
-    run at once, and so does the first before any step is made: compiling may take minutes, and
-    there is nothing to save. (Several processes stop together, so there it waits for a step.)
+    run at once. So does the first, or the deadline, before any step is made: compiling may take
+    minutes, and there is nothing to save. (Several processes stop together, after a step.)
     """
 
     latest: ClassVar[float | None] = None  # when this process last made a first step
@@ -84,6 +85,7 @@ class Stop:
         self.signal: int | None = None
         self._stepped = int(os.environ.get("WORLD_SIZE", "1")) > 1
         self._handlers: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
 
     @property
     def reason(self) -> str | None:
@@ -103,6 +105,11 @@ class Stop:
         if threading.current_thread() is threading.main_thread():
             for number in heard():
                 self._handlers[number] = signal.signal(number, self._note)
+            if self.deadline is not None and not self._stepped and os.name == "posix":
+                left = max(0.0, self.deadline - time.time()) + SECONDS_TO_BEGIN
+                self._timer = threading.Timer(min(left, threading.TIMEOUT_MAX), self._expire)
+                self._timer.daemon = True
+                self._timer.start()
         return self
 
     def __exit__(
@@ -111,11 +118,18 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
         if isinstance(error, KeyboardInterrupt) and not self._stepped and (why := self._reason()):
             raise Interrupted(why, f"{why} before its first step") from error
+
+    def _expire(self) -> None:
+        main = threading.main_thread().ident
+        if not self._stepped and main is not None:
+            signal.pthread_kill(main, signal.SIGTERM)  # which is told as the time limit
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         again, self.signal = self.signal is not None, number
