@@ -14,7 +14,6 @@ from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
-from attncond import effective
 from attncond.effective import EffectiveWeight
 
 vit = CASE["timm-vit"]
@@ -116,35 +115,6 @@ def test_what_others_derived_from_the_class_survives_folding():
     torch.testing.assert_close(model(x, x, x)[0], before)
     nn.utils.parametrize.remove_parametrizations(model, "in_proj_bias")
     assert type(model) is nn.MultiheadAttention
-
-
-@pytest.mark.parametrize("decay", [0.9, 0.9999, 0.99999])
-def test_averaging_buffers_keeps_the_diagonal(decay):
-    model = nn.MultiheadAttention(96, 4)
-    ac.condition(model, ac.Spectral())
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
-    )
-    for _ in range(50):
-        average.update_parameters(model)
-    torch.testing.assert_close(average.module.in_proj_weight, model.in_proj_weight)
-
-
-def test_columns_are_coded_and_decoded():
-    columns = torch.cat([torch.arange(-1, 5000), torch.tensor([16**5 - 2])])
-    code = effective.encode(columns)
-    for off in (-8, 0, 7):
-        assert torch.equal(effective.decode(code + off), columns)
-
-
-def test_a_checkpoint_with_plain_columns_still_loads():
-    model, other = nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2)
-    for each in (model, other):
-        ac.condition(each, ac.Spectral())
-    state = model.state_dict()
-    key = "attncond_in_proj_weight_diagonal"
-    other.load_state_dict({**state, key: effective.decode(state[key])})
-    assert torch.equal(other.in_proj_weight, model.in_proj_weight)
 
 
 def test_a_saved_copy_of_the_effective_weight_needs_no_attncond(linear):

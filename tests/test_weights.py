@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import attncond as ac
 from attncond import weights
-from attncond.effective import Correction, decode, effective, install
+from attncond.diagonal import decode
+from attncond.effective import Correction, effective, install
 from attncond.methods.spectral import drift_certificate
 from attncond.sites import Site, fused, project, separate
 from attncond.weights import Weight, certify, refresh, solve, take

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from attncond.diagonal import decode, with_code
 from attncond.errors import ConditioningError
 from attncond.heads import conditioned_heads, slow_path_weight
 from attncond.methods.spectral import Spectral
@@ -85,32 +86,6 @@ def unflat(matrix: Tensor, weight: Tensor, axis: int) -> Tensor:
 def full(weight: Tensor) -> Tensor:
     """A parameter gathered from its shards, or itself."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-_DIGITS = 5
-
-
-def encode(columns: Tensor) -> Tensor:
-    """Where each row carries λ, or -1, as bytes (rows, 5) that survive being averaged.
-
-    Averages of models average buffers, too, and of equal whole numbers may make the one below:
-    0.9·7 + 0.1·7 is 6.9999995 in float32. So each hexadecimal digit is the middle of 16 numbers.
-    """
-    return ((((columns[:, None] + 1) >> _bits(columns)) % 16 << 4) + 8).to(torch.uint8)
-
-
-def decode(code: Tensor) -> Tensor:
-    """Undo :func:`encode`."""
-    return (code >> 4 << _bits(code)).sum(1) - 1
-
-
-def with_code(key: str, value: Tensor) -> Tensor:
-    """A tensor of a checkpoint; those written before there was a code have plain columns."""
-    return encode(value) if key.endswith("_diagonal") and value.ndim == 1 else value
-
-
-def _bits(like: Tensor) -> Tensor:
-    return torch.arange(0, 4 * _DIGITS, 4, device=like.device)
 
 
 def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from attncond import checkpoints
 from attncond.checkpoints import CheckpointError, Tensors
-from attncond.effective import decode, with_code
+from attncond.diagonal import decode, with_code
 from attncond.methods import Spectral
 from attncond.methods.parse import method_name
 from attncond.sources import SourceError, build, library, one_line, split

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from attncond.diagonal import decode, encode
 from attncond.effective import (
     Correction,
     buffer,
     check_calibrated,
     corrected,
-    decode,
     effective,
-    encode,
     flat,
     full,
 )
