@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from cases import CASE, CASES, METHODS
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
@@ -82,13 +83,41 @@ def test_the_parameter_can_still_be_written_and_replaced(linear):
     assert isinstance(linear.weight, EffectiveWeight)
 
 
-def test_parametrising_a_conditioned_module_is_refused_before_it_breaks(linear):
-    raw = linear.get_parameter("weight")
-    for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
-        with pytest.raises(ac.ConditioningError, match="of a conditioned"):
-            wrap(linear)
-        assert linear.get_parameter("weight") is raw
-        assert isinstance(linear.weight, EffectiveWeight)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda module: prune.l1_unstructured(module, "weight", 0.5),
+        lambda module: prune.random_structured(module, "weight", 0.5, 0),
+    ],
+)
+def test_parametrising_a_conditioned_module_is_refused_before_it_breaks(linear, wrap):
+    before, weight = dict(linear.named_parameters()), linear.weight.detach()
+    attributes, state = set(vars(linear)), list(linear.state_dict())
+    with pytest.raises(ac.ConditioningError, match=r"^'weight' of a conditioned .* cannot be"):
+        wrap(linear)
+    after = dict(linear.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert set(vars(linear)) == attributes
+    assert list(linear.state_dict()) == state
+    assert not linear._forward_pre_hooks
+    assert isinstance(linear.weight, EffectiveWeight)
+    assert torch.equal(linear.weight, weight)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_what_is_not_conditioned_may_be_parametrised():
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    ac.condition(model, ac.Spectral())
+    x = torch.randn(2, 3, 8)
+    before = model(x, x, x)[0]
+    nn.utils.weight_norm(model.out_proj)
+    torch.testing.assert_close(model(x, x, x)[0], before)
 
 
 def test_replicas_of_data_parallel_are_refused(linear):

@@ -9,6 +9,7 @@ s·(W + C), where C is λI or the polar correction.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -262,6 +263,22 @@ def check_calibrated(owner: nn.Module) -> None:
         )
 
 
+_REPLACING = {
+    ("torch.nn.utils.weight_norm", "apply"),
+    ("torch.nn.utils.prune", "apply"),
+    ("torch.nn.utils.parametrize", "register_parametrization"),
+}
+
+
+def _replaces(caller: types.FrameType) -> bool:
+    """Whether a weight is read in order to put another one in its place.
+
+    These take it out of the module's dictionary of parameters themselves, or fail halfway; the
+    reading is all that they ask of the module before.
+    """
+    return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _REPLACING
+
+
 def _replaced(owner: nn.Module, name: str) -> str:
     return (
         f"'{name}' of a conditioned {class_name(owner)} cannot be deleted or parametrised "
@@ -290,6 +307,8 @@ def _property(name: str) -> property:
         result = effective(self, name)
         if torch.compiler.is_compiling():
             return result
+        if _replaces(sys._getframe(1)):
+            raise ConditioningError(_replaced(self, name))
         return result.as_subclass(EffectiveWeight)
 
     def replica(self: nn.Module, _: Tensor) -> None:
