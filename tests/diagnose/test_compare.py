@@ -44,6 +44,19 @@ def test_a_report_does_not_differ_from_itself():
     assert str(found) == "no difference"
 
 
+@pytest.mark.parametrize("wrong", [3, None, {"schema": "attncond.report/1"}, "before.json"])
+def test_what_is_no_report_is_named(wrong, tmp_path):
+    case = CASE["timm-vit"]
+    report = ac.diagnose(case.make(), case.run, jacobian=False)
+    said = rf"needs a Report, .*, not {type(wrong).__name__}$"
+    with pytest.raises(TypeError, match=f"^compare {said}"):
+        report.compare(wrong)
+    if wrong is not None:
+        with pytest.raises(TypeError, match=rf"^to_html\(before=\.\.\.\) {said}"):
+            report.to_html(tmp_path / "page.html", before=wrong)
+    assert not list(tmp_path.iterdir())
+
+
 def test_infinite_values_compare():
     from attncond.diagnose.compare import Change
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from attncond.diagnose.report import Report
 
-__all__ = ["Change", "Comparison", "compare"]
+__all__ = ["Change", "Comparison", "check_report", "compare"]
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,21 @@ class Comparison:
         return plain
 
 
+def check_report(what: str, given: object) -> None:
+    """Say what is wanted where something else than a report was given."""
+    from attncond.diagnose.report import Report
+
+    if not isinstance(given, Report):
+        raise TypeError(
+            f"{what} needs a Report, as attncond.diagnose returns it or Report.from_json reads it, "
+            f"not {type(given).__name__}"
+        )
+
+
 def compare(before: Report, after: Report) -> Comparison:
     """Match the rows of two reports by path, run and head."""
+    for report in (before, after):
+        check_report("compare", report)
     olds, news = ({row.key: row for row in r.rows} for r in (before, after))
     if not olds.keys() & news.keys():
         raise DiagnosisError(

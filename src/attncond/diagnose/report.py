@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.columns import COLUMNS, IDENTITY, TEXT
-from attncond.diagnose.compare import Comparison, compare
+from attncond.diagnose.compare import Comparison, check_report, compare
 from attncond.diagnose.files import write_text
 from attncond.diagnose.findings import Finding, find
 from attncond.errors import DiagnosisError
@@ -206,6 +206,8 @@ class Report:
         """
         from attncond.diagnose import page
 
+        if before is not None:
+            check_report("to_html(before=...)", before)
         return page.write(path, self, before, history)
 
     @classmethod
