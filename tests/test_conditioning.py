@@ -470,6 +470,15 @@ def test_parts_conditioned_differently_have_handles_of_their_own():
         ac.condition(model, ac.Spectral())
 
 
+@pytest.mark.parametrize("method", [ac.Spectral(), ac.RemoveGap()], ids=["spectral", "gap"])
+def test_one_attention_twice_is_told_of_one(method):
+    model = nn.MultiheadAttention(16, 2)
+    ac.condition(model, method)
+    name = type(method).__name__
+    with pytest.raises(ac.AlreadyConditionedError, match=rf"^the model carries {name} already\."):
+        ac.condition(model, method)
+
+
 def test_inference_mode_leaves_a_model_that_can_be_trained():
     model = vit.make(dtype=torch.float32)
     with torch.inference_mode():

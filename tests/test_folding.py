@@ -213,7 +213,7 @@ def test_a_model_with_both_kinds_is_folded_in_parts():
     model, x = Mixed().eval(), inputs()
     whole = ac.condition(model, GAP)
     wanted, state = model(x), stock_state(model)
-    with pytest.raises(ac.NotFoldableError, match=r"in tokens .*MultiheadAttention.* and 0 more"):
+    with pytest.raises(ac.NotFoldableError, match=r"in tokens \(\S*MultiheadAttention\): "):
         whole.fold()
     assert same_state(model, state)
     part = ac.handle(model.channels)

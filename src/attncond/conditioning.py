@@ -69,8 +69,9 @@ def condition(
     method = _method(method)
     plan = inspect(model)
     if done := [path or "the model" for path, _ in _carriers(model, type(method))]:
+        carry = f"and {len(done) - 1} more carry" if len(done) > 1 else "carries"
         raise AlreadyConditionedError(
-            f"{done[0]} and {len(done) - 1} more carry {type(method).__name__} already. "
+            f"{done[0]} {carry} {type(method).__name__} already. "
             "ac.handle(model) gives the handle: remove() takes it off, fold() makes it part of the "
             "weights where that is possible."
         )

@@ -31,12 +31,12 @@ def fold_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) -> N
         )
     stuck = [site for site in sites if site.kind not in _OVER_CHANNELS]
     if stuck:
+        more = f" and {len(stuck) - 1} more" if len(stuck) > 1 else ""
         raise NotFoldableError(
-            f"RemoveGap cannot be folded in {stuck[0].path or 'the model'} ({stuck[0].cls}) and "
-            f"{len(stuck) - 1} more: the mean over the tokens depends on the input, and no weight "
-            "does. It folds in attention over channels (cross-covariance) alone; nothing was "
-            "changed. remove() takes it off; ac.condition(part, ...) gives parts of the model a "
-            "handle each."
+            f"RemoveGap cannot be folded in {stuck[0].path or 'the model'} ({stuck[0].cls}){more}: "
+            "the mean over the tokens depends on the input, and no weight does. It folds in "
+            "attention over channels (cross-covariance) alone; nothing was changed. remove() "
+            "takes it off; ac.condition(part, ...) gives parts of the model a handle each."
         )
     changed = [pair for site in sites for pair in _centred(model, site)]
     before = [(parameter, parameter.clone()) for parameter, _ in changed]
