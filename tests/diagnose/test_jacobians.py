@@ -136,6 +136,25 @@ def test_jobs_hold_no_weights():
     assert [tuple(t.shape) for t in tensors] == [(5, 12)]  # a layer's, all heads, would be large
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "padding", "bias"])
+@pytest.mark.parametrize("how", ["sdpa", "matmul"])
+def test_jobs_that_are_taken_need_no_model(how, mask):
+    model, held, real = Plain(how, kv_heads=1).double(), [], run.job_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "job_of", lambda *args: held.append(real(*args)) or held[-1])
+        x = torch.randn(2, 6, 12, dtype=torch.float64)
+        report = ac.diagnose(model, {"x": x, **masks()[mask]})
+    taken = held[0].taken([0, 1], 0)
+    assert taken.written == 0
+    with torch.no_grad():
+        for tensor in (x, *model.parameters()):
+            tensor.zero_()
+    for h in (0, 1):
+        found, want = taken.of_head(h).solve(), report.rows[h + 1].values
+        assert found == {k: v for k, v in want.items() if k in found}
+        assert found["jacobian_kappa"] > 1
+
+
 def test_a_scale_that_is_one_but_for_rounding_is_one():
     torch.manual_seed(0)
     model, held, real = Plain("sdpa"), [], run.job_of

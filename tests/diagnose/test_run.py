@@ -6,7 +6,7 @@ from test_capture import Plain
 from torch import nn
 
 import attncond as ac
-from attncond.diagnose import jacobians, run
+from attncond.diagnose import begin, jacobians, run
 from attncond.diagnose.progress import Clock
 from attncond.errors import DiagnosisError
 
@@ -109,6 +109,39 @@ def test_an_unresolved_head_does_not_hide_another(two, monkeypatch):
     rows = [r.values for r in ac.diagnose(two, X, layers=[1]).rows]
     assert rows[2]["jacobian_kappa"] is None
     assert rows[0]["jacobian_kappa"] == rows[1]["jacobian_kappa"]
+
+
+def failing(job):
+    raise RuntimeError("no convergence")
+
+
+def test_jobs_that_are_taken_are_of_first_runs_and_may_fail(two, monkeypatch):
+    sites = list(enumerate(ac.inspect(two)))
+    diagnosis = begin(two, sites, X, None, 6)
+    assert [(layer, call) for layer, call, *_ in diagnosis.jobs] == [(0, 0), (1, 0)]
+    report = ac.diagnose(two, X, tokens=6, samples=None, weights=False)
+    diagnosis.measure_jacobians()
+    assert diagnosis.troubles == []
+    found = {(r.layer, r.call, r.head): r.values for r in diagnosis.rows()}
+    for row in report.rows:
+        if row.call == 0:
+            assert found[row.layer, 0, row.head] == row.values
+    monkeypatch.setattr(jacobians.Job, "solve", failing)
+    diagnosis = begin(two, sites, X, None, 6)
+    diagnosis.measure_jacobians()
+    assert len(diagnosis.troubles) == 4
+    assert diagnosis.troubles[0].startswith("the Jacobian of head 0 of shared cannot be solved")
+    assert {r.values["jacobian_status"] for r in diagnosis.rows() if r.layer == 1} == {
+        "not measured: no convergence"
+    }
+    with pytest.raises(RuntimeError, match="no convergence"):  # here the caller waits for it
+        ac.diagnose(two, X)
+
+
+def test_without_tokens_nothing_is_left_for_later(two):
+    diagnosis = begin(two, list(enumerate(ac.inspect(two))), X, None, None)
+    assert diagnosis.jobs == []
+    assert all("entropy" in r.values for r in diagnosis.rows() if r.layer < 2)
 
 
 def test_choose_sites():

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from attncond.errors import ConditioningError, DiagnosisError, UnsupportedAttentionError
-from attncond.monitor.checks import chosen, is_first_process, sharded
+from attncond.monitor.checks import chosen, is_first_process, replaced, sharded
 
 
 def encoder():
@@ -30,6 +30,18 @@ def test_attentions_keep_their_numbers():
 def test_a_model_without_attention_is_refused_by_its_class():
     with pytest.raises(UnsupportedAttentionError, match="Linear has no attention to monitor"):
         chosen(nn.Linear(2, 2), None)
+
+
+def test_a_module_that_is_exchanged_is_noticed():
+    model = encoder()
+    sites = chosen(model, [0, 1])
+    assert not replaced(model, sites)
+    model.layers[2].self_attn = nn.MultiheadAttention(8, 2)
+    model.layers[0].linear1 = nn.Linear(8, 16)
+    assert not replaced(model, sites)  # neither is measured
+    model.layers[1].self_attn = nn.MultiheadAttention(8, 2)
+    assert replaced(model, sites)
+    assert not replaced(model, chosen(model, [0, 1]))
 
 
 class Own(nn.Module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from attncond.diagnose.report import Report, Row, Spectrum
 from attncond.diagnose.run import Diagnosis, Options, choose_sites
 from attncond.errors import ConditioningError, DiagnosisError, UnsupportedAttentionError
 from attncond.inspection import inspect, unsupported_table
+from attncond.sites import Site
 
 __all__ = ["CODES", "Change", "Comparison", "Finding", "Report", "Row", "Spectrum", "diagnose"]
 
@@ -84,29 +85,59 @@ def diagnose(
         )
     if any(p.is_meta for p in model.parameters()):
         raise DiagnosisError("the model is on the meta device and holds no numbers: load weights")
-    for name, number in (("samples", samples), ("tokens", tokens), ("time_budget", time_budget)):
-        if number is not None and not number > 0:
-            raise ValueError(f"{name} must be above 0 or None, not {number!r}")
+    _check_positive(samples=samples, tokens=tokens, time_budget=time_budget)
     options = Options(
         None if heads is None else frozenset(heads), samples, tokens, jacobian, loss is not None
     )
     clock = Clock(time_budget, progress)
     diagnosis = Diagnosis(model, choose_sites(plan.sites, layers), options, clock)
+    with _undisturbed(diagnosis):
+        if weights:
+            diagnosis.measure_weights()
+        if batch is not None:
+            _forward(model, batch, loss, diagnosis)
+            diagnosis.measure_jacobians()
+    return diagnosis.report(plan.unsupported)
+
+
+def begin(
+    model: nn.Module,
+    sites: Sequence[tuple[int, Site]],
+    batch: Batch,
+    samples: int | None,
+    tokens: int | None,
+) -> Diagnosis:
+    """Run the model as `diagnose` does, and leave the Jacobians for later: they take longest.
+
+    ``measure_jacobians`` of what is returned computes them on the CPU, in any thread, as they are
+    now, whatever becomes of the model. ``tokens`` None leaves them out.
+    """
+    _check_positive(samples=samples, tokens=tokens)
+    options = Options(None, samples, tokens, tokens is not None, False)
+    diagnosis = Diagnosis(model, list(sites), options, Clock(None, False))
+    with _undisturbed(diagnosis):
+        _forward(model, batch, None, diagnosis)
+        diagnosis.take_jobs()
+    return diagnosis
+
+
+def _check_positive(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            raise ValueError(f"{name} must be above 0 or None, not {number!r}")
+
+
+@contextmanager
+def _undisturbed(diagnosis: Diagnosis) -> Iterator[None]:
+    """Measure a model that stays as it is."""
     try:
-        with unchanged(model), torch.inference_mode(False), clock:
-            if weights:
-                diagnosis.measure_weights()
-            else:
-                diagnosis.weights = defaultdict(dict)
-            if batch is not None:
-                _forward(model, batch, loss, diagnosis)
-                diagnosis.measure_jacobians()
+        with unchanged(diagnosis.model), torch.inference_mode(False), diagnosis.clock:
+            yield
     except torch.OutOfMemoryError as error:
         raise DiagnosisError(
             "the device ran out of memory. Take a smaller batch, fewer samples= or tokens=, "
             "jacobian=False, or some layers= at a time."
         ) from error
-    return diagnosis.report(plan.unsupported)
 
 
 def _forward(model: nn.Module, batch: Batch, loss: Loss | None, diagnosis: Diagnosis) -> None:

@@ -48,6 +48,25 @@ class Job:
     mask: Tensor | None  # (heads or 1, queries, keys)
     head: int = 0
     conditioned: Heads | None = None
+    weights: tuple[Tensor, Tensor, Tensor] | None = None  # of all heads, once they are taken
+
+    def taken(self, heads: Sequence[int], room: int) -> Job:
+        """The same with copies of all that it needs in the host's memory: the model may go on."""
+        q, k, v = (used_weight(p).cpu() for p in self.projections)
+        b_q, b_k, b_v = (_on_host(b) for b in self.biases)
+        return replace(
+            self,
+            x=self.x.cpu(),
+            x_kv=_on_host(self.x_kv),
+            biases=(b_q, b_k, b_v),
+            mask=_on_host(self.mask),
+            weights=(q, k, v),
+        )
+
+    @property
+    def written(self) -> int:
+        """Bytes of Jacobians that are written down already."""
+        return 0
 
     def of_head(self, head: int) -> Job:
         """The same attention, another head."""
@@ -56,7 +75,8 @@ class Job:
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """W_Q, W_K, W_V and mask of the head."""
         heads = self.projections[0].heads
-        q, k, v = (used_weight(p)[self.head * p.heads // heads].double() for p in self.projections)
+        used = self.weights or (used_weight(p) for p in self.projections)
+        q, k, v = (w[self.head * len(w) // heads].double() for w in used)
         mask = self.mask
         if mask is not None:
             mask = mask[self.head if len(mask) > 1 else 0]
@@ -73,9 +93,13 @@ class Job:
 
 
 def used_weight(p: Projection) -> Tensor:
-    """The weight that the forward pass uses, (heads, head_dim, in)."""
+    """The weight that the forward pass uses, (heads, head_dim, in), in memory of its own."""
     raw = full(p.raw.detach())
     return p.matrix(effective(p.owner, p.name, raw) if p.name in records(p.owner) else raw)
+
+
+def _on_host(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.cpu()
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,14 @@ from attncond.lanczos import Bound, Operator, extremes
 from attncond.rank import reduce_tokens
 from attncond.written import matrix_extremes
 
-__all__ = ["ReplayJob", "dense_spectrum", "replay_of", "spectrum_values", "without_idle_rows"]
+__all__ = [
+    "ReplayJob",
+    "TakenJobs",
+    "dense_spectrum",
+    "replay_of",
+    "spectrum_values",
+    "without_idle_rows",
+]
 
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}  # of logits, in units of the largest
 _ROUNDED = 1e-5  # the same where a module computes some of them in float32, whatever its dtype
@@ -41,17 +49,33 @@ class ReplayJob:
 
     def solve(self) -> Values:
         """κ and what belongs to it; there are no bounds to compare with."""
+        return self._taken(0).solve()
+
+    def taken(self, heads: Sequence[int], room: int) -> TakenJobs:
+        """What is left to do without the model, which has to run again here and now.
+
+        The heads' Jacobians are written down in the host's memory. Those for which there is no
+        room, in bytes, are solved.
+        """
+        found: dict[int, _Matrix | _Solved] = {}
+        for head in heads:
+            found[head] = self.of_head(head)._taken(room)
+            room -= found[head].written
+        return TakenJobs(found)
+
+    def _taken(self, room: int) -> _Matrix | _Solved:
         try:
             traced = self.replay.trace(self.head)
         except ReplayError as error:
-            return {"jacobian_status": f"not measured: {error}"}
-        lefts = [self._left(use) for use in traced.uses]
+            return _Solved({"jacobian_status": f"not measured: {error}"})
+        uses, output = traced.uses, traced.output.detach()
+        lefts = [self._left(use) for use in uses]
         with torch.no_grad():
-            uses = traced.uses
             leaves, maps = [use.leaf for use in uses], [use.map for use in uses]
             jacobian = GraphJacobian(traced.output, leaves, lefts, maps)
-            found = dense_spectrum(jacobian, traced.output.detach())
-        return spectrum_values(found) | {"jacobian_tokens": float(self.tokens)}
+            if 8 * math.prod(jacobian.shape) <= room and _fits(jacobian):
+                return _Matrix(jacobian.dense().cpu(), output.cpu(), self.tokens)
+            return _Solved(_values(dense_spectrum(jacobian, output), self.tokens))
 
     def _left(self, use: Use) -> Tensor:
         """The tokens in coordinates of what those span that have a part in the output."""
@@ -60,6 +84,50 @@ class ReplayJob:
         left = reduced.new_zeros(len(use.x), reduced.shape[1])
         left[felt] = reduced
         return left
+
+
+@dataclass(frozen=True, eq=False)
+class TakenJobs:
+    """The heads of an attention that was run again: nothing of the model is needed any more."""
+
+    found: dict[int, _Matrix | _Solved]
+
+    @property
+    def written(self) -> int:
+        """Bytes of Jacobians that are written down already."""
+        return sum(one.written for one in self.found.values())
+
+    def of_head(self, head: int) -> _Matrix | _Solved:
+        """One of them."""
+        return self.found[head]
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    jacobian: Tensor
+    output: Tensor
+    tokens: int
+
+    @property
+    def written(self) -> int:
+        return self.jacobian.nbytes
+
+    def solve(self) -> Values:
+        with torch.no_grad():
+            return _values(_written_spectrum(self.jacobian, self.output), self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    values: Values
+    written: int = 0
+
+    def solve(self) -> Values:
+        return self.values
+
+
+def _values(found: JacobianSpectrum, tokens: int) -> Values:
+    return spectrum_values(found) | {"jacobian_tokens": float(tokens)}
 
 
 def spectrum_values(found: JacobianSpectrum) -> Values:
@@ -77,15 +145,24 @@ def spectrum_values(found: JacobianSpectrum) -> Values:
 
 def dense_spectrum(jacobian: Operator, output: Tensor) -> JacobianSpectrum:
     """Of a Jacobian whose rank nobody knows, written down if memory allows it."""
+    if _fits(jacobian):
+        return _written_spectrum(jacobian.dense(), output)
+    found = extremes(jacobian, Bound(min(jacobian.shape)), smallest=False)
+    return JacobianSpectrum(
+        **vars(found), shape=jacobian.shape, convention="wide", path="matrix-free"
+    )
+
+
+def _fits(jacobian: Operator) -> bool:
+    """Whether memory allows to write it down, and to decompose it."""
     rows, columns = jacobian.shape
-    side = min(rows, columns)
-    needed = 8 * (2 * rows * columns + 3 * side * side) + (1 << 29)
-    if needed > memory_limit(jacobian.device):
-        found = extremes(jacobian, Bound(side), smallest=False)
-        return JacobianSpectrum(
-            **vars(found), shape=(rows, columns), convention="wide", path="matrix-free"
-        )
-    matrix = without_idle_rows(jacobian.dense(), output)
+    needed = 8 * (2 * rows * columns + 3 * min(rows, columns) ** 2) + (1 << 29)
+    return needed <= memory_limit(jacobian.device)
+
+
+def _written_spectrum(matrix: Tensor, output: Tensor) -> JacobianSpectrum:
+    rows, columns = matrix.shape
+    matrix = without_idle_rows(matrix, output)
     found = matrix_extremes(matrix)
     return JacobianSpectrum(**vars(found), shape=(rows, columns), convention="wide", path="dense")
 

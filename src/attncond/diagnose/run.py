@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from attncond.diagnose.capture import Captured, watch
 from attncond.diagnose.jacobians import Job, NotCoveredError, job_of, used_weight
 from attncond.diagnose.measure import Values
 from attncond.diagnose.progress import Clock
-from attncond.diagnose.replayed import ReplayJob
+from attncond.diagnose.replayed import ReplayJob, TakenJobs
 from attncond.diagnose.report import Report, Row, Spectrum
 from attncond.diagnose.threads import side_by_side
 from attncond.effective import full, records
@@ -30,6 +30,7 @@ __all__ = ["Diagnosis", "Options", "choose_sites"]
 
 _POINTS = 64  # singular values that are kept of one projection
 _SEVERAL = 1 << 23  # entries of a weight up to which several are solved at a time
+_ROOM = 1 << 30  # bytes of the host's memory for Jacobians that are taken
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,14 @@ class Diagnosis:
         self.options = options
         self.clock = clock
         self.layers = {id(site): layer for layer, site in sites}
-        self.weights: dict[tuple[int, int | None], Values] = {}
+        self.weights: defaultdict[tuple[int, int | None], Values] = defaultdict(dict)
         self.values: dict[tuple[int, int, int | None], Values] = {}
         self.spectra: list[Spectrum] = []
         self.calls: Counter[int] = Counter()
-        self.jobs: list[tuple[int, int, Job | ReplayJob]] = []
+        self.jobs: list[tuple[int, int, Site, Job | ReplayJob | TakenJobs]] = []
+        self.taken = False
         self.notes: list[str] = []
+        self.troubles: list[str] = []
         self.skipped: Counter[str] = Counter()
         self.ran = False
         self.measuring = False  # stays True where a measurement, not the model, raises
@@ -107,9 +110,6 @@ class Diagnosis:
     def measure_weights(self) -> None:
         """Spectra of every projection, stored and effective, whole and by head."""
         self.clock.begin("weights", len(self.sites))
-        for layer, site in self.sites:
-            for key in [None, *self.heads(site)]:
-                self.weights[layer, key] = {}
         raw = [p.raw for _, site in self.sites for p in site.projections]
         several = all(w.device.type == "cpu" and w.numel() <= _SEVERAL for w in raw)
         found = side_by_side(_spectra, self._matrices(), several)
@@ -224,22 +224,44 @@ class Diagnosis:
         status, heads = "not measured: time budget", self.heads(captured.site)
         try:
             job = job_of(captured, heads, self.options.tokens)
-            for h in heads:
-                self.jobs.append((layer, call, job.of_head(h)))
+            self.jobs.append((layer, call, captured.site, job))
         except NotCoveredError as error:
             status = f"not covered: {error}"
         for key in (None, *heads):
             self.values[layer, call, key]["jacobian_status"] = status
 
+    def take_jobs(self) -> None:
+        """Make the Jacobians of first runs independent of the model, and drop those of others.
+
+        `measure_jacobians` may then be called in another thread, on whose CPU it computes, while
+        the model changes. One that fails there is told in ``troubles``.
+        """
+        jobs, room = [job for job in self.jobs if job[1] == 0], _ROOM
+        self.jobs.clear()
+        for layer, call, site, job in jobs:
+            assert not isinstance(job, TakenJobs)
+            taken = job.taken(self.heads(site), room)
+            room -= taken.written
+            self.jobs.append((layer, call, site, taken))
+        self.taken = True
+
     def measure_jacobians(self) -> None:
         """Those of all heads, one of each layer before a second of any."""
-        self.clock.begin("Jacobians", len(self.jobs))
-        for layer, call, job in sorted(self.jobs, key=lambda j: j[2].head):
+        each = [(h, *job) for job in self.jobs for h in self.heads(job[2])]
+        self.clock.begin("Jacobians", len(each))
+        for head, layer, call, site, job in sorted(each, key=lambda j: j[0]):
             if self.clock.spent:
                 self.skipped["Jacobians"] += 1
                 continue
-            values = job.solve()
-            self.values[layer, call, job.head] |= values
+            try:
+                values = job.of_head(head).solve()
+            except Exception as error:
+                if not self.taken:
+                    raise
+                values = {"jacobian_status": f"not measured: {error}"}
+                where = f"head {head} of {site.path or 'the model'}"
+                self.troubles.append(f"the Jacobian of {where} cannot be solved: {error!r}")
+            self.values[layer, call, head] |= values
             whole = self.values[layer, call, None]
             whole["jacobian_status"] = values["jacobian_status"]
             new, old = values.get("jacobian_kappa"), whole.get("jacobian_kappa")
@@ -248,8 +270,8 @@ class Diagnosis:
             self.clock.step()
         self.jobs.clear()
 
-    def report(self, unsupported: Sequence[Unsupported]) -> Report:
-        """All of it as rows, layer by layer."""
+    def rows(self) -> list[Row]:
+        """All values, layer by layer."""
         rows: list[Row] = []
         for layer, site in self.sites:
             for call in range(max(1, self.calls[layer])):
@@ -260,7 +282,11 @@ class Diagnosis:
                     if self.ran and not self.calls[layer]:
                         values["jacobian_status"] = "not reached"
                     rows.append(Row(layer, site.path, site.cls, site.kind, call, h, values))
-        notes = [*self.notes]
+        return rows
+
+    def report(self, unsupported: Sequence[Unsupported]) -> Report:
+        """The rows, and all that belongs to them."""
+        rows, notes = self.rows(), [*self.notes]
         for what, count in self.skipped.items():
             notes.append(f"time budget of {self.clock.budget} s: {count} {what} not measured")
         notes += [

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from attncond.diagnose import Batch, diagnose
+from attncond.diagnose import Batch, begin
 from attncond.diagnose.guard import unwrapped
-from attncond.monitor.checks import chosen, is_first_process, sharded
+from attncond.diagnose.run import Diagnosis
+from attncond.monitor.checks import chosen, is_first_process, replaced, sharded
 from attncond.monitor.history import History, Journal, Record, Row
 from attncond.monitor.sinks import Log, scalars, sink_of
 from attncond.monitor.snapshot import Snapshot, Stage, measured
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["History", "Monitor", "Record", "Row"]
 
+Troubles = list[tuple[str, str]]  # (kind, what went wrong); each kind is told once
+
 
 class Monitor:
     """Measures W_Q, W_K and W_V of a model in training, and leaves the training as it is.
@@ -36,7 +39,7 @@ class Monitor:
     here and now, the weights are copied; their exact spectra are computed in a thread of its own
     while the training goes on, and logged at a later call. The numbers are those of
     :func:`attncond.diagnose`, of stored weights (``raw_q_kappa``) and of those that the forward
-    pass uses (``q_kappa``).
+    pass uses (``q_kappa``). Where modules of the model are replaced, the new ones are measured.
 
     Args:
         model: Any model that :func:`attncond.inspect` reads; may be compiled, wrapped in DDP, or
@@ -50,9 +53,11 @@ class Monitor:
         heads: Whether to measure each head's block of rows, too. Trackers do not get those.
         batch: A probe, as for ``diagnose``: entropy, saturation, the second singular value of the
             attention and the rank of the tokens on it. The model runs once in eval mode for each
-            measurement, which training waits for.
+            measurement, which training waits for; not for the Jacobians.
         samples: Items of the probe that are measured at the most.
         tokens: Jacobians of the heads on the probe, with so many tokens; None leaves them out.
+            They are computed beside the training, on the CPU wherever the model is. An attention
+            that no closed form covers is run again for them, and that training waits for, too.
         start: Steps that lie behind the model: those of its checkpoint. A file then goes on after
             them; what it holds beyond is of a run that was given up, and goes.
         patience: Seconds that a step may wait for the previous measurement to end. If that does
@@ -107,7 +112,8 @@ class Monitor:
             raise ValueError(f"roles must be some of 'qkv', not {roles!r}")
         self.batch, self.samples, self.tokens = batch, samples, tokens
         self.patience = patience
-        self.sites = chosen(self.model, layers)
+        self.layers = layers if layers is None or isinstance(layers, str) else [*layers]
+        self.sites = chosen(self.model, self.layers)
         gathers = sharded(self.model, gather, batch is not None)
         self._main = is_first_process()
         self._takes_part = self._main or gathers
@@ -115,7 +121,7 @@ class Monitor:
         self._step = self._last = start
         self._probed = False
         self._warned: set[str] = set()
-        self._job: Future[tuple[Record, list[str]]] | None = None
+        self._job: Future[tuple[Record, Troubles]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._stage = Stage(keep=self._main)
         name = class_name(self.model)
@@ -211,8 +217,8 @@ class Monitor:
             self._warn(
                 "behind",
                 f"step {self._step} is not measured, since an earlier measurement is still being "
-                "computed. Measure less often (every=), less (layers=, roles=, heads=False), or "
-                "let the training wait (patience=). The same may happen again.",
+                "computed. Measure less often (every=), less (layers=, roles=, heads=False, "
+                "tokens=), or let the training wait (patience=). The same may happen again.",
             )
             return
         try:
@@ -222,13 +228,15 @@ class Monitor:
 
     def _measure(self, step: int, loss: Tensor | float | None) -> None:
         self._last = step
+        if replaced(self.model, self.sites):
+            self.sites = chosen(self.model, self.layers)
         snapshot = self._stage.take(self.sites, self.roles, loss)
         if not self._main:
             return
-        probed: list[Row] = []
+        probe: Diagnosis | None = None
         if self.batch is not None:
             try:
-                probed = self._probe()
+                probe = begin(self.model, self.sites, self.batch, self.samples, self.tokens)
             except Exception as error:
                 if not self._probed:  # a batch that never fits is the caller's mistake
                     raise
@@ -238,25 +246,7 @@ class Monitor:
             self._pool = ThreadPoolExecutor(
                 1, "attncond-monitor", _use_one_core, (torch.get_num_threads(),)
             )
-        self._job = self._pool.submit(_record, step, snapshot, self.heads, probed)
-
-    def _probe(self) -> list[Row]:
-        report = diagnose(
-            self.model,
-            self.batch,
-            layers=[layer for layer, _ in self.sites],
-            samples=self.samples,
-            tokens=self.tokens,
-            jacobian=self.tokens is not None,
-            weights=False,
-            progress=False,
-        )
-        rows = []
-        for row in report.rows:
-            if row.call == 0:
-                numbers = {k: v for k, v in row.values.items() if not isinstance(v, str)}
-                rows.append(Row(row.layer, row.path, row.head, numbers))
-        return rows
+        self._job = self._pool.submit(_record, step, snapshot, self.heads, probe)
 
     def _collect(self, patience: float | None) -> bool:
         """Log the measurement under way, if it ends within so many seconds; None: whenever."""
@@ -273,8 +263,8 @@ class Monitor:
             self._warn("compute", f"a measurement failed: {error!r}")
             return True
         self._job = None
-        for trouble in troubles:
-            self._warn("values", f"{trouble} at step {record.step}")
+        for kind, trouble in troubles:
+            self._warn(kind, f"{trouble} at step {record.step}")
         self._history.records.append(record)
         for journal in self._journals:
             try:
@@ -299,15 +289,23 @@ class Monitor:
 
 
 def _record(
-    step: int, snapshot: Snapshot, heads: bool, probed: list[Row]
-) -> tuple[Record, list[str]]:
-    """In the worker: everything that takes time."""
+    step: int, snapshot: Snapshot, heads: bool, probe: Diagnosis | None
+) -> tuple[Record, Troubles]:
+    """In the worker: everything that takes time.
+
+    Nothing here touches the model or a setting of the process: training goes on in another thread.
+    """
     snapshot.wait()
-    rows, troubles = measured(snapshot.weights, heads)
-    more = {(row.layer, row.head): row.values for row in probed}
-    rows = [
-        Row(r.layer, r.path, r.head, {**r.values, **more.get((r.layer, r.head), {})}) for r in rows
-    ]
+    rows, unsolved = measured(snapshot.weights, heads)
+    troubles = [("values", trouble) for trouble in unsolved]
+    if probe is not None:
+        probe.measure_jacobians()
+        troubles += [("Jacobians", trouble) for trouble in probe.troubles]
+        more = {(row.layer, row.head): row.values for row in probe.rows() if row.call == 0}
+        for i, row in enumerate(rows):
+            found = more.get((row.layer, row.head), {})
+            numbers = {k: v for k, v in found.items() if not isinstance(v, str)}
+            rows[i] = Row(row.layer, row.path, row.head, {**row.values, **numbers})
     loss = None if snapshot.loss is None else float(snapshot.loss)
     return Record(step, tuple(rows), loss), troubles
 

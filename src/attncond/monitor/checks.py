@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from attncond.errors import ConditioningError, DiagnosisError, UnsupportedAttent
 from attncond.inspection import inspect, unsupported_table
 from attncond.sites import Site
 
-__all__ = ["chosen", "is_first_process", "sharded"]
+__all__ = ["chosen", "is_first_process", "replaced", "sharded"]
 
 
 def chosen(model: nn.Module, layers: Iterable[int | str] | None) -> list[tuple[int, Site]]:
@@ -26,6 +26,16 @@ def chosen(model: nn.Module, layers: Iterable[int | str] | None) -> list[tuple[i
             f"{type(model).__name__} has no attention to monitor.{unread}"
         )
     return choose_sites(plan.sites, layers)
+
+
+def replaced(model: nn.Module, sites: Sequence[tuple[int, Site]]) -> bool:
+    """Whether a module that is measured is no longer one of the model's."""
+    there = set(model.modules())
+    return any(
+        module not in there
+        for _, site in sites
+        for module in (site.module, *(p.owner for p in site.projections))
+    )
 
 
 def sharded(model: nn.Module, gather: bool, probe: bool) -> bool:
