@@ -340,7 +340,7 @@ def benchmark():
 def test_the_benchmarks_stages_share_a_time_limit_and_what_was_learnt(monkeypatch, tmp_path):
     module, calls = benchmark(), []
     monkeypatch.setattr(module, "run_many", lambda runs, **how: calls.append(how) or [])
-    call = ["lab_runs.py", "why", "gap", "--out", str(tmp_path), "--time-limit", "100"]
+    call = ["lab_runs.py", "rates", "why", "--out", str(tmp_path), "--time-limit", "100"]
     monkeypatch.setattr(sys, "argv", call)
     assert module.main() == 0
     assert abs(calls[0]["deadline"] - time.time() - 100 + runner.MARGIN) < 10
