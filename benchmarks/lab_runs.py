@@ -120,9 +120,14 @@ def all_of(args: argparse.Namespace) -> int:
     # One queue for all stages that read the test set, and one for those that do not: a worker that
     # waits for the last run of a stage is a part of the GPU that waits.
     for test, stages in itertools.groupby(args.stages, lambda stage: stage not in CHOOSE):
-        todo = [run for stage in stages for run in runs(stage, args.form, args.out)]
+        todo = {run.folder: run for stage in stages for run in runs(stage, args.form, args.out)}
         found = run_many(
-            todo, jobs=args.jobs, data=args.data, test=test, deadline=end, starts=starts
+            list(todo.values()),
+            jobs=args.jobs,
+            data=args.data,
+            test=test,
+            deadline=end,
+            starts=starts,
         )
         bad += sum(outcome.state in ("failed", "stopped") for outcome in found)
     return 1 if bad else 0
