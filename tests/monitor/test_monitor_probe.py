@@ -205,6 +205,25 @@ def test_modules_that_are_exchanged_are_followed():
     )
 
 
+@pytest.mark.parametrize("layers", [1, "blocks.1*", iter([-1])], ids=["number", "path", "once"])
+def test_layers_are_chosen_anew_in_the_same_way(layers):
+    model, _ = made("timm-vit")
+    with ac.Monitor(model, every=1, layers=layers, patience=math.inf) as monitor:
+        model.blocks[1].attn = made("timm-vit")[0].blocks[1].attn
+        monitor.step()
+    assert [[row.layer for row in record.rows] for record in monitor.history] == [[1], [1]]
+
+
+def test_an_attention_that_is_gone_is_told_and_training_goes_on():
+    model, _ = made("timm-vit")
+    with ac.Monitor(model, every=1, layers=[1], patience=math.inf) as monitor:
+        model.blocks[1].attn = torch.nn.Identity()
+        with pytest.warns(RuntimeWarning, match="step 1 could not be measured.*none of the"):
+            monitor.step()
+        monitor.step()
+    assert [record.step for record in monitor.history] == [0]
+
+
 @pytest.mark.parametrize("wrong", ["samples", "tokens"])
 def test_a_number_that_makes_no_sense_is_told_at_once(wrong):
     model, batch = made("timm-vit")

@@ -112,7 +112,7 @@ class Monitor:
             raise ValueError(f"roles must be some of 'qkv', not {roles!r}")
         self.batch, self.samples, self.tokens = batch, samples, tokens
         self.patience = patience
-        self.layers = layers if layers is None or isinstance(layers, str) else [*layers]
+        self.layers = layers if layers is None or isinstance(layers, str | int) else [*layers]
         self.sites = chosen(self.model, self.layers)
         gathers = sharded(self.model, gather, batch is not None)
         self._main = is_first_process()
