@@ -455,6 +455,51 @@ def test_bigbird_keeps_its_conditioning_when_it_exchanges_its_attention(tokens):
     assert not torch.allclose(model(ids).last_hidden_state, without)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [
+        ("informer.InformerProbSparseAttention", (8, 2), "get the mean of the values"),
+        ("autoformer.AutoformerAttention", (8, 2), "no matrix of queries and keys"),
+        (
+            "visual_bert.VisualBertRegionToPhraseAttention",
+            (
+                SimpleNamespace(
+                    hidden_size=8, num_attention_heads=2, attention_probs_dropout_prob=0
+                ),
+            ),
+            "values are not used",
+        ),
+    ],
+)
+def test_attention_without_a_matrix_for_every_query(name, sizes, reason):
+    """Their weights are conditioned as any; their heads are refused before anything is run."""
+    module = load(name)(*sizes)
+    for method in (ac.RemoveGap(), ac.Precondition()):
+        with pytest.raises(UnsupportedAttentionError, match=reason):
+            ac.condition(module, method)
+    ac.condition(module, ac.Spectral())
+
+
+def test_projections_before_those_of_a_multihead_attention():
+    """Aria's queries are projected twice, and attention is what the second ones go into."""
+    vision = SimpleNamespace(hidden_size=8, num_attention_heads=2)
+    text = SimpleNamespace(hidden_size=12)
+    config = SimpleNamespace(vision_config=vision, text_config=text)
+    module = load("aria.AriaCrossAttention")(config).double().eval()
+    plan = inspect(module)
+    assert [s.path for s in plan] == ["multihead_attn"]
+    assert not plan.unsupported
+    image, queries = noise(2, 5, 8), noise(2, 3, 8)
+    stock = module(image, queries)
+    handle = ac.condition(module, ac.RemoveGap())
+    v = module.v_proj(module.layer_norm_kv(image))
+    attention = module.multihead_attn
+    values = nn.functional.linear(v, attention.in_proj_weight[16:], attention.in_proj_bias[16:])
+    mean = values.mean(1, keepdim=True) @ attention.out_proj.weight.T @ module.linear.weight.T
+    torch.testing.assert_close(module(image, queries), stock - mean)
+    handle.remove()
+
+
 def test_gpt_bigcode_cross_attention_is_refused():
     attention = load("gpt_bigcode.GPTBigCodeAttention")
     config = CONFIG_MAPPING["gpt_bigcode"](n_embd=8, n_head=2, multi_query=False)

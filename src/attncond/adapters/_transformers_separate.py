@@ -97,6 +97,32 @@ def nystromformer(module: Any) -> Site:
     )
 
 
+@models("informer.InformerProbSparseAttention")
+def prob_sparse(module: Any) -> Site:
+    """Three linear projections; only the queries that differ most from the average attend."""
+    return replace(
+        _matched(module),
+        opaque="only some of its queries attend; the others get the mean of the values (their sum "
+        "in a decoder), where no softmax tells what to change",
+    )
+
+
+@models("autoformer.AutoformerAttention")
+def autocorrelation(module: Any) -> Site:
+    """Three linear projections; values are shifted by the delays at which Q and K correlate."""
+    return replace(
+        _matched(module),
+        opaque="auto-correlation: whole series are shifted and weighted, there is no matrix of "
+        "queries and keys",
+    )
+
+
+@models("aria.AriaCrossAttention")
+def around_multihead(module: Any) -> tuple[Site, ...]:
+    """Its projections lead into those of the nn.MultiheadAttention inside, which is the site."""
+    return ()
+
+
 @models("reformer.LocalSelfAttention")
 def reformer_local(module: Any) -> Site:
     """Three linear projections, in chunks."""
@@ -251,6 +277,12 @@ def attention_map(module: Any) -> Site:
     heads = module.q_proj.weight.shape[0] // module.head_dim
     site = separate(module.q_proj, module.k_proj, None, heads=heads, kind="cross")
     return replace(site, opaque=_MAP)
+
+
+@models("visual_bert.VisualBertRegionToPhraseAttention")
+def region_to_phrase(module: Any) -> Site:
+    """Its output are the logits: of regions, for each phrase."""
+    return replace(_matched(module), opaque="the logits are the output itself: values are not used")
 
 
 @models("dab_detr.DabDetrMHAttentionMap")
