@@ -538,6 +538,20 @@ def test_compiled_inference_is_off_the_fused_path_too():
 
 
 @methods
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(layout, on):
+    """The stock layer takes them in its fused inference path alone, which is off."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    rows = [torch.randn(3, 8), torch.randn(5, 8)]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    condition(layer, on)
+    with pytest.raises(ac.ConditioningError, match="nested tensors in the attention of self_attn"):
+        layer(nested)
+    with pytest.raises(ac.ConditioningError, match="nested tensors"):
+        layer.self_attn(query=nested, key=nested, value=nested)
+
+
+@methods
 def test_a_decoder_layer(on):
     layer = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True).double().eval()
     randomised(layer)

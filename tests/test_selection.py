@@ -176,6 +176,19 @@ def test_kernels_of_their_own_are_refused(method, implementation):
         ac.condition(model, method).remove()
 
 
+@HEADS
+def test_a_kernel_of_its_own_that_is_chosen_later_is_refused_too(method):
+    case = CASE["hf-llama"]
+    model = case.make()
+    ac.condition(model, method)
+    wanted = case.run(model)
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(ac.ConditioningError, match=r"flex_attention.*set_attn_implementation"):
+        case.run(model)
+    model.config._attn_implementation_internal = "sdpa"
+    assert torch.equal(case.run(model), wanted)
+
+
 def test_linear_attention_has_no_matrix_to_change():
     from timm.models.efficientvit_mit import LiteMLA
 

@@ -208,6 +208,7 @@ class Conditioned(nn.Module):
         heads = conditioned_heads(self)
         if heads is None:
             return super().forward(*args, **kwargs)
+        heads.check(self, *args, *kwargs.values())
         mode = heads.interception()
         with mode:
             output = super().forward(*args, **kwargs)

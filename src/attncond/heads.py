@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attncond import kernels
-from attncond.interception import Interception
+from attncond.errors import ConditioningError
+from attncond.interception import Interception, nested
 from attncond.methods import Precondition, RemoveGap
 from attncond.sites import HIDDEN, Site
 
@@ -44,6 +45,15 @@ class Heads:
         self.__dict__.update(state)
         kernels.load()
 
+    def check(self, module: nn.Module, *given: Any) -> None:
+        """Raise before a forward that would fail, or attend out of sight, without a word of why."""
+        if reason := own_kernel(module):
+            raise ConditioningError(f"the attention of {self.path or 'the model'}: {reason}")
+        # MultiheadAttention takes these in its fused inference path alone, and that one is off.
+        packed = any(isinstance(g, Tensor) and g.is_nested for g in given)
+        if packed and isinstance(module, nn.MultiheadAttention):
+            raise nested(self.path)
+
     def interception(self) -> Interception:
         """The mode that does it, for one forward pass."""
         return Interception(
@@ -58,6 +68,17 @@ class Heads:
         """What is left when one of them goes."""
         left = replace(self, gap=None) if method is RemoveGap else replace(self, precondition=None)
         return left if left.methods() else None
+
+
+def own_kernel(module: nn.Module) -> str:
+    """Why a module of transformers attends where nothing is seen of it, if so."""
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if not isinstance(attention, str) or attention.removeprefix("paged|") in ("sdpa", "eager"):
+        return ""
+    return (
+        f"attn_implementation={attention!r} computes it in a kernel of its own; "
+        "model.set_attn_implementation('sdpa') makes it reachable"
+    )
 
 
 def conditioned_heads(module: nn.Module) -> Heads | None:

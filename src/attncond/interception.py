@@ -159,10 +159,7 @@ class Interception(TorchFunctionMode):
 
     def _fused(self, attention: FusedAttention) -> Tensor:
         if attention.query.is_nested or attention.value.is_nested:
-            raise ConditioningError(
-                f"nested tensors in the attention of {self.path or 'the model'} are not supported; "
-                "use padded tensors and a mask"
-            )
+            raise nested(self.path)
         attention = attention.with_plain_mask()
         gap, mask, causal = self.gap is not None, attention.attn_mask, attention.is_causal
         acts = gap or self.precondition is not None
@@ -329,6 +326,14 @@ class Interception(TorchFunctionMode):
             # In the order in which it lies in memory, see subtract().
             return self.precondition.equilibrate(output.transpose(1, 2)).transpose(1, 2)
         return self.precondition.equilibrate(output, dim)
+
+
+def nested(path: str) -> ConditioningError:
+    """What to raise where nested tensors come in."""
+    return ConditioningError(
+        f"nested tensors in the attention of {path or 'the model'} are not supported; "
+        "use padded tensors and a mask"
+    )
 
 
 def _sees_one(attention: FusedAttention, visible: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from attncond.effective import Correction, flat, full
 from attncond.errors import ConditioningError, UnsupportedAttentionError
-from attncond.heads import HeadMethod
+from attncond.heads import HeadMethod, own_kernel
 from attncond.inspection import Plan, Unsupported, unsupported_table
 from attncond.methods import Precondition, Spectral
 from attncond.sites import Projection, Site
@@ -74,13 +74,7 @@ def _unreachable(site: Site, plan: Plan, method: HeadMethod) -> str:
         )
     if any(o.module is not site.module and o.module in site.module.modules() for o in plan.sites):
         return "it holds another attention, whose heads could not be told from its own"
-    attention = getattr(getattr(site.module, "config", None), "_attn_implementation", None)
-    if isinstance(attention, str) and attention.removeprefix("paged|") not in ("sdpa", "eager"):
-        return (
-            f"attn_implementation={attention!r} computes it in a kernel of its own; "
-            "model.set_attn_implementation('sdpa') makes it reachable"
-        )
-    return ""
+    return own_kernel(site.module)
 
 
 def select(model: nn.Module, plan: Plan, method: Spectral, skip_unsupported: bool) -> list[Weight]:
