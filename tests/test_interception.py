@@ -211,6 +211,12 @@ def split_heads(q, k, v, mask):
     return torch.cat(parts, 1)
 
 
+def linalg(q, k, v, mask):
+    logits = torch.linalg.matmul(q * q.shape[-1] ** -0.5, k.mT)
+    weights = (logits if mask is None else logits + low(mask)).softmax(dim=-1)
+    return torch.linalg.matmul(weights, v)
+
+
 def einsum(q, k, v, mask):
     logits = torch.einsum("bhid,bhjd->bhij", q * q.shape[-1] ** -0.5, k)
     weights = (logits if mask is None else logits + low(mask)).softmax(dim=-1)
@@ -235,7 +241,7 @@ def keys_first(q, k, v, mask):
 FUSED = (fused, positional)
 WRITTEN = (
     *(matmul, by_keyword, method_and_cast, values_cast, softmax_by_keyword, special_softmax),
-    *(softmax_module, masked_fill, where),
+    *(softmax_module, masked_fill, where, linalg),
     *(flattened, viewed, split_heads, einsum, einsum_values_first, values_first, keys_first),
 )
 FORMS = FUSED + WRITTEN

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attncond.errors import UnsupportedAttentionError
 
-PRODUCTS = frozenset(("matmul", "__matmul__", "bmm", "einsum", "baddbmm", "mm"))
+PRODUCTS = frozenset(("matmul", "__matmul__", "linalg_matmul", "bmm", "einsum", "baddbmm", "mm"))
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 SOFTMAXES = frozenset(("softmax", "special_softmax"))
 JOINS = frozenset(("cat", "concat", "concatenate"))

@@ -109,7 +109,9 @@ def _places(paths: Sequence[str]) -> list[Path]:
         exact = Path(text)
         matches = [exact] if exact.exists() else [Path(p) for p in sorted(glob.glob(text))]
         if not matches:
-            raise ResultsError(f"there is no {text}: `attncond lab run NAME --out DIR` makes runs")
+            raise ResultsError(
+                f"there is no folder or file '{text}': `attncond lab run NAME --out DIR` makes runs"
+            )
         for match in matches:
             for place in [match] if match.is_file() else _below(match):
                 places[place.resolve() if place.is_symlink() else place] = None
