@@ -86,7 +86,7 @@ def _costs(runs: Sequence[Run], folder: Path) -> str:
     return "\n\n".join([f"`{record['command']}`:", record["memory"], record["flops"]])
 
 
-STEP = "python benchmarks/step_time.py --model {} --graphs --variants stock_again identity gap"
+STEP = "python benchmarks/step_time.py --model {} --graphs --profile --variants identity gap"
 STEPS = {
     "stock_again": "stock, again",
     "identity": "Spectral()",
@@ -107,11 +107,16 @@ def _steps(runs: Sequence[Run], folder: Path) -> str:
         for name, label in STEPS.items():
             if (row := record["variants"].get(name)) is not None:
                 spread = f"{row['ratio_min']:.3f} to {row['ratio_max']:.3f}"
+                numbers = [row[key] for key in ("ratio", "fastest_ratio", "kernel_ratio")]
+                median, fastest, kernels = (f"{number:.3f}" for number in numbers)
                 memory = f"{row['peak_memory_ratio']:.3f}"
-                rows.append((model, label, f"{row['ratio']:.3f}", spread, memory))
+                rows.append((model, label, median, spread, fastest, kernels, memory))
     if not rows:
         return f"Not measured yet: `{STEP.format('vit_small32')}`."
-    columns = ("model", "variant", "step time / stock", "least to most", "peak memory / stock")
+    columns = (
+        *("model", "variant", "step time / stock", "least to most", "of the fastest rounds"),
+        *("of the kernels alone", "peak memory / stock"),
+    )
     shown = Table("A training step beside the stock model's", columns, tuple(rows))
     return "\n\n".join([*(f"`{command}`:" for command in sorted(commands)), shown.to_markdown()])
 

@@ -114,6 +114,7 @@ def test_every_section_is_filled_from_runs(lab_tables, tmp_path: Path) -> None:
     for name in ("lambda", "2"):
         (lab / f"figure-{name}.png").touch()
     times = {"ratio": 1.0004, "ratio_min": 0.98, "ratio_max": 1.02, "peak_memory_ratio": 1.005}
+    times |= {"fastest_ratio": 1.003, "kernel_ratio": 1.007}
     timed = {"command": "python step_time.py", "settings": {"model": "vit_small32"}}
     steps = tmp_path / "benchmarks" / "step_time_vit_small32.json"
     steps.parent.mkdir()
@@ -133,7 +134,7 @@ def test_every_section_is_filled_from_runs(lab_tables, tmp_path: Path) -> None:
     assert "figure-lambda.png" in parts["lambda"]
     assert "no LayerNorm" in parts["layernorm"]
     assert "paper-svd" in parts["theorems"]
-    assert "| Spectral() | 1.000 | 0.980 to 1.020 | 1.005 |" in parts["steps"]
+    assert "| Spectral() | 1.000 | 0.980 to 1.020 | 1.003 | 1.007 | 1.005 |" in parts["steps"]
     assert "fewer epochs" in parts["epochs"]
     assert "figure-2.png" in parts["spectra"]
     assert lab_tables.render(text, lab_tables.committed(lab), lab) == text
