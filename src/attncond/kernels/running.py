@@ -25,8 +25,8 @@ from torch.library import triton_op, wrap_triton
 
 from attncond.kernels.layout import dense, empty_heads, strides
 
-# Rows and channels at a time, warps, stages, and programs that share the rows of a head: the
-# fastest on an H200 (benchmarks/head_tuning.py).
+# Rows and channels at a time, warps, stages, and programs that share the rows of a head. Not tuned
+# yet: benchmarks/head_tuning.py tells the fastest on a card.
 TILE = (64, 64, 4, 2, 16)
 
 # cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
