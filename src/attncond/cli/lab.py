@@ -297,7 +297,7 @@ def figure_command(
         print(f"Written: {figure(number, load_runs(runs or [_DEFAULT]), path, variant)}")
 
 
-@app.command("collect", epilog=examples("attncond lab collect runs --out results/lab/cifar10.json"))
+@app.command("collect", epilog=examples("attncond lab collect runs/vit-cifar10 --out vit.json"))
 def collect_command(
     runs: Runs = None,
     out: Annotated[Path, typer.Option(help="A .json file.")] = Path("runs.json"),
