@@ -27,7 +27,7 @@ from attncond.kernels.layout import dense, empty_heads, strides
 
 # Rows and channels at a time, warps, stages, and programs that share the rows of a head. Not tuned
 # yet: benchmarks/head_tuning.py tells the fastest on a card.
-TILE = (64, 64, 4, 2, 16)
+TILE = (16, 256, 1, 1, 16)
 
 # cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -36,8 +36,8 @@ _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.de
 
 # All rows at once: a loop from the first row to the last waits for memory at each turn. So the rows
 # of a head go to PARTS programs, and the sum of what lies before (or after) each part is known to
-# all of them from a pass before, over one of the two tensors. Within a tile of B rows, sums are
-# products with ones, which are exact in half precision; a scan takes longer than to load and store.
+# all of them from a pass before, over one of the two tensors. A warp is as wide as a tile of B rows,
+# so that each thread has all B of its channels and no sum leaves its registers.
 
 
 @triton.jit
@@ -45,6 +45,12 @@ def _tile(x, row, channel, rows, stride):
     return tl.load(
         x + row[:, None] * stride + channel[None, :], mask=row[:, None] < rows, other=0.0
     )
+
+
+@triton.jit
+def _weight(row):
+    """Of each key that a row sees."""
+    return (1.0 / (row + 1).to(tl.float32))[:, None]
 
 
 @triton.jit
@@ -68,16 +74,16 @@ def _sums_of(sums, b, h, heads, channel, C: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _sum_parts(x, sums, heads, rows, xb, xh, xn, B: tl.constexpr, C: tl.constexpr,
-               PARTS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
+               PARTS: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """The sum of x_i, or of x_i/i, over the rows of each part."""
     b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
     total = tl.zeros([C], dtype=tl.float32)
-    for start in range(first, last, B):
+    for start in tl.range(first, last, B, num_stages=STAGES):
         row = start + tl.arange(0, B)
         tile = _tile(x, row, channel, rows, xn).to(tl.float32)
         if SHARES:
-            tile /= (row + 1).to(tl.float32)[:, None]
+            tile *= _weight(row)
         total += tl.sum(tile, 0)
     width = tl.num_programs(1) * C
     tl.store(sums + ((b * PARTS + tl.program_id(2)) * heads + h) * width + channel, total)
@@ -86,7 +92,7 @@ def _sum_parts(x, sums, heads, rows, xb, xh, xn, B: tl.constexpr, C: tl.constexp
 @triton.jit
 def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
               B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-              SIGN: tl.constexpr):  # fmt: skip
+              SIGN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out_i = x_i ± (v_1 + ... + v_i)/i for some channels and rows of one head."""
     b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
@@ -95,16 +101,12 @@ def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
     earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
     all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
     before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
-    local = tl.arange(0, B)
-    until = (local[:, None] >= local[None, :]).to(v.dtype.element_ty)
-    for start in range(first, last, B):
-        row = start + local
-        tile = _tile(v, row, channel, rows, vn)
+    for start in tl.range(first, last, B, num_stages=STAGES):
+        row = start + tl.arange(0, B)
+        tile = _tile(v, row, channel, rows, vn).to(tl.float32)
         y = _tile(x, row, channel, rows, xn).to(tl.float32)
-        mean = tl.dot(until, tile, input_precision="ieee") + before[None, :]
-        y += mean * (SIGN / (row + 1).to(tl.float32)[:, None])
-        if start + B < last:
-            before += tl.sum(tile.to(tl.float32), 0)
+        y += SIGN * _weight(row) * (tl.cumsum(tile, 0) + before[None, :])
+        before += tl.sum(tile, 0)
         tl.store(
             out + row[:, None] * rn + channel[None, :],
             y.to(out.dtype.element_ty),
@@ -114,28 +116,21 @@ def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
 
 @triton.jit
 def _less_later(x, g, sums, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
-                B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...), from the last rows to the first."""
+                B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...) for some channels and rows of one head."""
     b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
     g += b * gb + h * gh
     out += b * rb + h * rh
-    later = tl.arange(0, PARTS)[:, None] > tl.program_id(2)
+    own_and_later = tl.arange(0, PARTS)[:, None] >= tl.program_id(2)
     all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
-    after = tl.sum(tl.load(all_sums, mask=later, other=0.0), 0)
-    local = tl.arange(0, B)
-    since = (local[:, None] <= local[None, :]).to(g.dtype.element_ty)
-    for step in range(first, last, B):
-        start = first + last - B - step
-        row = start + local
+    rest = tl.sum(tl.load(all_sums, mask=own_and_later, other=0.0), 0)
+    for start in tl.range(first, last, B, num_stages=STAGES):
+        row = start + tl.arange(0, B)
+        share = _tile(g, row, channel, rows, gn).to(tl.float32) * _weight(row)
         y = _tile(x, row, channel, rows, xn).to(tl.float32)
-        # Weights beside one, so that half precision holds the products: g_i·start/i.
-        weight = (start + 1.0) / (row + 1).to(tl.float32)
-        tile = _tile(g, row, channel, rows, gn)
-        tile = (tile.to(tl.float32) * weight[:, None]).to(tile.dtype)
-        y -= tl.dot(since, tile, input_precision="ieee") / (start + 1.0) + after[None, :]
-        if step + B < last:
-            after += tl.sum(tile.to(tl.float32), 0) / (start + 1.0)
+        y -= rest[None, :] - tl.cumsum(share, 0) + share
+        rest -= tl.sum(share, 0)
         tl.store(
             out + row[:, None] * rn + channel[None, :],
             y.to(out.dtype.element_ty),
@@ -150,7 +145,7 @@ def _launch(kernel: Any, given: list[Tensor], sums: Tensor, **more: Any) -> None
         heads, channels = 1, heads * channels
     block, width, warps, stages, parts = TILE
     width = math.gcd(width, channels)
-    options = {"B": block, "C": width, "PARTS": parts, "num_warps": warps, "num_stages": stages}
+    options = {"B": block, "C": width, "PARTS": parts, "STAGES": stages, "num_warps": warps}
     arguments = [*given[:2], sums, *given[2:]]
     wrap_triton(kernel)[(batch * heads, channels // width, parts)](
         *arguments, heads, rows, *strides(*given), **options, **more
