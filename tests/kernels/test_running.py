@@ -20,8 +20,8 @@ def test_it_compiles_for_a_card_that_is_not_here(channels) -> None:
         (running._add_mean, {"SIGN": -1.0}),
         (running._less_later, {}),
     ):
-        constants = {"B": block, "C": min(width, channels), "PARTS": parts, "STAGES": stages, **more}
-        assert ".target sm_90" in compiled_for_hopper(kernel, constants, warps, stages)
+        tile = {"B": block, "C": min(width, channels), "PARTS": parts, "STAGES": stages}
+        assert ".target sm_90" in compiled_for_hopper(kernel, tile | more, warps, stages)
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")

@@ -36,8 +36,8 @@ _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.de
 
 # All rows at once: a loop from the first row to the last waits for memory at each turn. So the rows
 # of a head go to PARTS programs, and the sum of what lies before (or after) each part is known to
-# all of them from a pass before, over one of the two tensors. A warp is as wide as a tile of B rows,
-# so that each thread has all B of its channels and no sum leaves its registers.
+# all of them from a pass before, over one of the two tensors. A warp is as wide as a tile
+# of B rows: each thread has all B of its channels, and no sum leaves its registers.
 
 
 @triton.jit
@@ -116,7 +116,8 @@ def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
 
 @triton.jit
 def _less_later(x, g, sums, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
-                B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+                STAGES: tl.constexpr):  # fmt: skip
     """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...) for some channels and rows of one head."""
     b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
