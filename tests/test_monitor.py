@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from cases import CASE, CASES
 from full_disk import Full
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -508,9 +509,11 @@ def fsdp(folder):
     model = case.make()
     ac.condition(model, ac.Spectral())
     expected = ac.Monitor(model).history.to_dict() if dist.get_rank() == 0 else None
+    # Without a mesh, it goes to a GPU where there is one, whose memory gloo takes for the host's.
+    mesh = init_device_mesh("cpu", (2,))
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     said = []
     for options in ({}, {"gather": True, "batch": torch.randn(2, 3, 8, 8)}):
         try:
