@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from attncond.diagonal import decode, with_code
 from attncond.errors import ConditioningError
 from attncond.heads import conditioned_heads, slow_path_weight
 from attncond.methods.spectral import Spectral
+from attncond.readonly import EffectiveWeight
 from attncond.sites import Role, class_name
 
 _RECORDS = "_attncond"
@@ -117,74 +118,6 @@ def corrected(raw: Tensor, axis: int, parts: Mapping[str, Tensor | None]) -> Ten
     # precision the sum should be rounded once, not twice.
     result = (matrix + correction) * scale[:, None]
     return unflat(result.to(raw.dtype), raw, axis)
-
-
-class EffectiveWeight(torch.Tensor):
-    """An effective weight outside of compiled code: reads as a tensor, refuses to be written.
-
-    It is computed anew at each access, so that a write (``nn.init``, ``.data``, ``copy_``) would be
-    lost without a word; it raises instead.
-    """
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # a file needs no attncond
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        # torch.nn.init passes the tensor it fills by keyword.
-        written = [*args[:1], kwargs.get("tensor")] if _writes(name) else []
-        if written and isinstance(written[0], list | tuple):  # torch._foreach_mul_ and the like
-            written += written[0]
-        if any(isinstance(a, cls) for a in (*written, kwargs.get("out"))):
-            what = "setting an attribute" if name == "__set__" else name
-            raise ConditioningError(
-                f"{what} on the effective weight of a conditioned module would be lost: it is "
-                "computed anew at each access. Change the raw parameter, which "
-                "model.named_parameters() and module.get_parameter(name) give; condition the model "
-                "after initialising it; or clone() what you want to keep."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        return _guard_alias(func, result)
-
-
-_PRODUCTS = frozenset(
-    (
-        *("linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "__rmatmul__"),
-        *("mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot"),
-    )
-)
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name in ("__setitem__", "__set__") or (
-            name.startswith("__i")
-            and name not in ("__init__", "__invert__", "__index__", "__iter__")
-        )
-    return name.endswith("_")
-
-
-def _guard_alias(func: Callable[..., Any], result: Any) -> Any:
-    """Keep guarding what shares memory with the effective weight: its views and its ``data``."""
-    if isinstance(result, tuple | list):
-        return type(result)(_guard_alias(func, r) for r in result)
-    name = getattr(func, "__name__", "")
-    aliases = func == _DATA or name == "detach"
-    # A product's result may be a view of a buffer of its own (torch before 2.12).
-    view = isinstance(result, Tensor) and result._is_view() and name not in _PRODUCTS
-    if isinstance(result, Tensor) and (aliases or view):
-        return result.as_subclass(EffectiveWeight)
-    return result
 
 
 class Conditioned(nn.Module):
