@@ -67,6 +67,16 @@ def test_parametrising_a_conditioned_module_is_refused_before_it_breaks(linear, 
     assert torch.equal(linear.weight, weight)
 
 
+def test_pruning_many_modules_at_once_is_refused_before_any_is_pruned(linear):
+    stock = nn.Linear(4, 4)
+    with pytest.raises(ac.ConditioningError, match="cannot be deleted or parametrised"):
+        prune.global_unstructured(
+            [(stock, "weight"), (linear, "weight")], prune.L1Unstructured, amount=0.5
+        )
+    assert not prune.is_pruned(stock)
+    assert not prune.is_pruned(linear)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_what_is_not_conditioned_may_be_parametrised():
     model = nn.MultiheadAttention(8, 2, batch_first=True)

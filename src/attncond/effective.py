@@ -197,20 +197,9 @@ def check_calibrated(owner: nn.Module) -> None:
         )
 
 
-_REPLACING = {
-    ("torch.nn.utils.weight_norm", "apply"),
-    ("torch.nn.utils.prune", "apply"),
-    ("torch.nn.utils.parametrize", "register_parametrization"),
-}
-
-
-def _replaces(caller: types.FrameType) -> bool:
-    """Whether a weight is read in order to put another one in its place.
-
-    These take it out of the module's dictionary of parameters themselves, or fail halfway; the
-    reading is all that they ask of the module before.
-    """
-    return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _REPLACING
+# What reads a weight to put another in its place. All but the reading goes past the module, to its
+# dictionary of parameters, or comes when other things are changed already.
+_REPLACING = tuple(f"torch.nn.utils.{name}" for name in ("weight_norm", "prune", "parametrize"))
 
 
 def _replaced(owner: nn.Module, name: str) -> str:
@@ -241,7 +230,7 @@ def _property(name: str) -> property:
         result = effective(self, name)
         if torch.compiler.is_compiling():
             return result
-        if _replaces(sys._getframe(1)):
+        if sys._getframe(1).f_globals.get("__name__") in _REPLACING:
             raise ConditioningError(_replaced(self, name))
         return result.as_subclass(EffectiveWeight)
 
