@@ -61,6 +61,7 @@ def split_values(text: str) -> list[str]:
     with _told():
         parse_yaml(f"[{text}]")
         whole = yaml.compose(f"[{text}]", _Loader)
+    assert isinstance(whole, yaml.SequenceNode)  # the brackets are ours
     return [f"[{text}]"[n.start_mark.index : n.end_mark.index].strip() for n in whole.value]
 
 
