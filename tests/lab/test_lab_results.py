@@ -164,6 +164,22 @@ def test_a_run_that_is_there_twice_counts_once(tmp_path):
     assert "otherwise" not in run.notes[0]
 
 
+def test_a_run_that_is_there_three_times_is_the_one_that_was_not_watched(tmp_path):
+    Fake(recipe="spectra", variant="vit", accuracy=71.0, watch=True).write(tmp_path / "a")
+    Fake(recipe="vit-cifar10", accuracy=70.0).write(tmp_path / "b")
+    seldom = Fake(recipe="vit-lambda", accuracy=72.0, watch=True).write(tmp_path / "c")
+    history = (seldom / "history.jsonl").read_text().splitlines(keepends=True)
+    (seldom / "history.jsonl").write_text("".join(history[: len(history) // 2]))
+    file = tmp_path / "collected.json"
+    file.write_text(dumps(collect(load_runs([tmp_path], once=False), "a test")))
+    for place in (tmp_path / "a", tmp_path / "b", tmp_path / "c"), (file,):
+        (run,) = load_runs(place)
+        assert run.accuracy() == 70.0
+        assert len(run.curves.steps) == 21
+        assert sum("it ended otherwise" in note for note in run.notes) == 2
+        assert set(run.shared) == {"spectra", "vit-lambda"}
+
+
 def test_a_finished_run_stands_for_an_unfinished_one(tmp_path):
     Fake(state="stopped").write(tmp_path / "a")
     Fake(accuracy=70.0).write(tmp_path / "b")

@@ -39,22 +39,20 @@ def load_runs(
     Raises:
         ResultsError: A path does not exist, or there is no run in any of them.
     """
-    found: dict[tuple[str, int], Run] = {}
+    found: dict[tuple[str, int], dict[tuple[str, str], Run]] = {}
     texts = [os.fspath(path) for path in paths]
     for place in _places(texts):
         for run in _collection(place) if place.is_file() else [_folder(place)]:
             alike = once and run.state != "broken"
             key = (run.experiment if alike else f"{run.source} {run.name}", run.seed)
-            if key not in found:
-                found[key] = run
-            elif found[key].source != run.source:
-                found[key] = _one_of(found[key], run)
+            found.setdefault(key, {}).setdefault((run.source, run.name), run)
     if not found:
         raise ResultsError(
             f"no runs in {', '.join(texts)}: looked for folders with a config.json or result.json, "
             "and for files that `attncond lab collect` wrote. `attncond lab run NAME` makes runs."
         )
-    return sorted(found.values(), key=lambda r: (r.recipe, r.form, r.variant, r.seed, r.source))
+    runs = (_one_of(list(same.values())) for same in found.values())
+    return sorted(runs, key=lambda r: (r.recipe, r.form, r.variant, r.seed, r.source))
 
 
 @dataclass(frozen=True)
@@ -262,18 +260,26 @@ def _metrics(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     return tuple(by_epoch[epoch] for epoch in sorted(by_epoch))
 
 
-def _one_of(one: Run, other: Run) -> Run:
-    """Of a run that was met twice, what has come furthest; then what was watched least.
+def _one_of(met: Sequence[Run]) -> Run:
+    """Of a run that was met several times, what has come furthest; then what was watched least.
 
-    Watching costs time, so that step times are those of the one, and curves those of the other.
+    Watching costs time, so that step times are those of the one, and curves those of another.
     """
-    kept, left = sorted(
-        (one, other),
+    kept, *others = sorted(
+        met,
         key=lambda r: (r.state in ("finished", "diverged"), len(r.metrics), -len(r.curves.steps)),
         reverse=True,
     )
-    same = kept.measured("test_accuracy") == left.measured("test_accuracy")
-    note = f"{TWICE} {left.source}, which was left out" + ("" if same else ": it ended otherwise")
-    curves = max(kept.curves, left.curves, key=lambda curves: len(curves.steps))
-    recipes = dict.fromkeys((*kept.shared, left.recipe, *left.shared))
-    return replace(kept, notes=(*kept.notes, note), collected=curves, shared=tuple(recipes))
+    if not others:
+        return kept
+    accuracy = kept.measured("test_accuracy")
+    notes = (
+        f"{TWICE} {left.source}, which was left out"
+        + ("" if left.measured("test_accuracy") == accuracy else ": it ended otherwise")
+        for left in others
+    )
+    curves = max((run.curves for run in met), key=lambda curves: len(curves.steps))
+    recipes = dict.fromkeys(name for run in others for name in (run.recipe, *run.shared))
+    return replace(
+        kept, notes=(*kept.notes, *notes), collected=curves, shared=(*kept.shared, *recipes)
+    )
