@@ -158,6 +158,23 @@ def test_a_counterexample_to_the_papers_bound(alpha: float, kappa: float, route:
     assert found.kappa == pytest.approx(kappa, rel=2e-3)
 
 
+@pytest.mark.parametrize(("n", "width", "d"), [(8, 12, 4), (12, 6, 3)])
+@pytest.mark.parametrize("convention", ["wide", "stacked"])
+def test_tokens_like_those_of_smooth_images(
+    n: int, width: int, d: int, convention: str, route: str
+) -> None:
+    # Patches of an image are much alike: κ of the tokens is in the thousands, of J in the millions.
+    x, *weights = plain_head(n, width, d)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    x = (u * torch.logspace(1, -4, len(s), dtype=torch.float64)) @ vh
+    found = attention_jacobian(x, *weights, convention=convention)
+    sigma = torch.linalg.svdvals(whole((x, *weights), {"convention": convention}))
+    agrees(found, sigma)
+    assert found.kappa is not None
+    assert found.kappa > 1e5
+    assert found.kappa == pytest.approx(float(sigma[0] / sigma[found.rank - 1]), rel=1e-5)
+
+
 def test_what_float64_cannot_resolve_is_no_number(route: str) -> None:
     x, w_q, w_k, w_v = plain_head(8, 12, 4)
     found = attention_jacobian(x, 60 * w_q, 60 * w_k, w_v)  # saturated: rows of P nearly coincide

@@ -110,9 +110,38 @@ def test_both_ends_by_every_route(kappa, rows, columns, rank, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("small", [0, 256])
+@pytest.mark.parametrize("kappa", [1e8, 1e10, 1e12])
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(60, 90, 60), (90, 60, 60), (90, 60, 50)])
+def test_what_a_gram_matrix_does_not_hold_the_matrix_does(
+    small, kappa, rows, columns, rank, monkeypatch
+) -> None:
+    monkeypatch.setattr(lanczos, "SMALL", small)
+    sigma = torch.logspace(0, -math.log10(kappa), rank, dtype=torch.float64)
+    matrix, null = with_spectrum(rows, columns, sigma)
+    found = extremes(
+        Matrix(matrix), Bound(rank, "formula", null if rank < columns < rows else None)
+    )
+    assert found.rank == found.numerical_rank == rank
+    assert found.sigma_min == pytest.approx(1 / kappa, rel=1e-14 * kappa)
+    assert abs(found.sigma_min - 1 / kappa) <= found.sigma_min_error + 2e-15
+    assert found.floor < found.sigma_min
+
+
+def test_a_matrix_is_not_written_down_beyond_the_memory_that_is_allowed(monkeypatch) -> None:
+    monkeypatch.setattr(lanczos, "SMALL", 0)
+    matrix, _ = with_spectrum(60, 90, torch.logspace(0, -9, 60, dtype=torch.float64))
+    assert extremes(Matrix(matrix), Bound(60, "formula"), memory=1e6).sigma_min is not None
+    found = extremes(Matrix(matrix), Bound(60, "formula"), memory=1e5)
+    assert found.sigma_min is None
+    assert found.floor == pytest.approx(math.sqrt(60 * 2**-52), rel=1e-9)
+    monkeypatch.setattr(lanczos, "_WORK", {"cpu": 1e5})  # nor where that would take hours
+    assert extremes(Matrix(matrix), Bound(60, "formula")).sigma_min is None
+
+
+@pytest.mark.parametrize("small", [0, 256])
 def test_below_the_floor_there_is_no_number(small, monkeypatch) -> None:
     monkeypatch.setattr(lanczos, "SMALL", small)
-    sigma = torch.logspace(0, -9, 60, dtype=torch.float64)
+    sigma = torch.logspace(0, -14, 60, dtype=torch.float64)
     matrix, _ = with_spectrum(60, 90, sigma)
     found = extremes(Matrix(matrix), Bound(60, "formula"))
     assert found.sigma_min is found.sigma_min_error is None

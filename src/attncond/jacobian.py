@@ -55,8 +55,9 @@ class JacobianSpectrum(Extremes):
     no weights of these shapes could have do not count. ``rank_rule`` says where the rank is from:
     "formula" (holds for generic weights), "attained" (an upper bound, and the numbers reach it),
     "numerical" (counted, where no formula is known) or "given". ``numerical_rank`` counts
-    singular values above ``floor`` = sqrt(n·eps)·σ_max, the resolution of float64 with n the
-    smaller side; a ``sigma_min`` below it is not reported. Errors are absolute estimates.
+    singular values above ``floor``, what the way taken can tell from rounding: sqrt(n·eps)·σ_max
+    with n the smaller side from a Gram matrix, 10·N·eps·σ_max with N the larger one from J itself.
+    A ``sigma_min`` below it is not reported. Errors are absolute estimates.
     """
 
     shape: tuple[int, int]
@@ -124,8 +125,10 @@ def attention_jacobian(
         inputs = Inputs.of(x, w_q, w_k, w_v, **details)
         shape = inputs.shape
         inputs = inputs.distinct()
-        _require(inputs.bytes(smallest), x.device, memory, "fewer tokens, or smallest=False")
-        found = extremes(*inputs.jacobian(), smallest=smallest)
+        limit = memory_limit(x.device) if memory is None else memory
+        needed = inputs.bytes(smallest)
+        _require(needed, x.device, limit, "fewer tokens, or smallest=False")
+        found = extremes(*inputs.jacobian(), smallest=smallest, memory=limit - needed)
     convention = details.get("convention", "wide")
     return JacobianSpectrum(**vars(found), shape=shape, convention=convention, path="closed form")
 

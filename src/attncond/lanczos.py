@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Bound", "Extremes", "Operator", "Ritz", "extremes", "largest", "least"]
+__all__ = [
+    "Bound",
+    "Extremes",
+    "Low",
+    "Operator",
+    "Ritz",
+    "extremes",
+    "largest",
+    "least",
+    "rounding",
+]
 
 Side = Literal["rows", "columns"]
 Rule = Literal["formula", "attained", "numerical", "given"]
@@ -21,6 +31,7 @@ _ROUNDING = 16 * _EPS  # of the length of a product with J, in units of σ_max
 _SEED = 0x5EED
 SMALL = 256  # up to this side the SVD of the matrix itself is as fast, and more exact
 _EIGEN = 4096  # beyond this side all eigenvalues of a Gram matrix take minutes on a CPU
+_WORK = {"cpu": 2e12, "cuda": 4e13}  # operations of a QR decomposition, about a minute
 _STEPS = 400
 _FALL = 1e-2  # from the last eigenvalue that counts to the next, which then is rounding
 
@@ -73,6 +84,14 @@ class Extremes:
     rank: int | None
     rank_rule: Rule
     numerical_rank: int | None
+    floor: float
+
+
+class Low(NamedTuple):
+    """σ_min, its error, and the least σ that the way it was found by can tell from rounding."""
+
+    sigma: float
+    error: float
     floor: float
 
 
@@ -134,15 +153,19 @@ def largest(
 
 
 def extremes(
-    operator: Operator, bound: Bound, *, smallest: bool = True, count: bool = True
+    operator: Operator,
+    bound: Bound,
+    *,
+    smallest: bool = True,
+    count: bool = True,
+    memory: float = math.inf,
 ) -> Extremes:
     """σ_max, and σ at the rank that ``bound`` names or that the numbers show.
 
-    σ_max comes from Lanczos, the other end from Lanczos on the inverse: a Cholesky factor of the
-    float64 Gram matrix from which the known null space is taken out. It is then corrected with J
-    itself, so that the error is that of J and not of its square. A σ with
-    σ² < n·eps·σ_max², n the smaller side, is not given: None, which reads "unresolved". So does a
-    rank that only ``count``ing can tell, unless singular values fall off behind it.
+    σ_max comes from Lanczos, the other end from `least`, which takes no more than ``memory`` bytes
+    beside the Gram matrix. A σ that cannot be told from rounding is not given: None, which reads
+    "unresolved". So does a rank that only ``count``ing can tell, unless singular values fall off
+    behind it.
     """
     if min(operator.shape) <= SMALL and smallest:
         return _from_svd(operator, bound)
@@ -165,10 +188,11 @@ def extremes(
     full = bound.rank == rows or bound.rank == columns - nullity
     if full:
         side: Side = "rows" if bound.rank == rows else "columns"
-        low = least(operator, side, bound.null if side == "columns" else None, top.value)
-        if low is not None and low[0] >= floor and low[1] <= 0.1 * low[0]:
+        low = least(operator, side, bound.null if side == "columns" else None, top.value, memory)
+        if low is not None:
+            at, off, floor = low
             rank = bound.rank
-            return Extremes(sigma, error, *low, rank, rule or "attained", rank, floor)
+            return Extremes(sigma, error, at, off, rank, rule or "attained", rank, floor)
     if size > _EIGEN or not count:
         return Extremes(sigma, error, None, None, known, rule or "numerical", None, floor)
     side = "rows" if rows <= columns else "columns"
@@ -183,9 +207,9 @@ def extremes(
     if rank == 0 or float(squares[-rank]) < floor**2 or not bool(falls):
         return Extremes(sigma, error, None, None, rank, rule or "numerical", found, floor)
     gaps = (squares - squares[-rank]).abs().sort().values
-    low = _corrected(operator, side, vectors[:, -rank], float(gaps[1]) if size > 1 else 0.0)
-    low = low[0], low[1] + _ROUNDING * sigma
-    return Extremes(sigma, error, *low, rank, rule or "numerical", found, floor)
+    at, off = _corrected(operator, side, vectors[:, -rank], float(gaps[1]) if size > 1 else 0.0)
+    off += _ROUNDING * sigma
+    return Extremes(sigma, error, at, off, rank, rule or "numerical", found, floor)
 
 
 def _eigenvalue_error(residual: float, gap: float) -> float:
@@ -197,28 +221,44 @@ def _from_svd(operator: Operator, bound: Bound) -> Extremes:
     matrix = operator.dense()
     values = torch.linalg.svdvals(matrix).tolist()
     size, sigma = min(matrix.shape), values[0]
-    floor = math.sqrt(size * _EPS) * sigma
     error = 4 * math.sqrt(size) * _EPS * sigma
-    found = sum(value > floor for value in values)
     nonzero = sum(value > max(matrix.shape) * _EPS * sigma for value in values)
     if sigma == 0:
         return Extremes(0.0, 0.0, None, None, 0, "numerical", 0, 0.0)
     rank = bound.rank if bound.rule else min(bound.rank, nonzero)
     rule = bound.rule or ("attained" if rank == bound.rank else "numerical")
     low = values[rank - 1] if rank else 0.0
-    if low < floor or rank == 0:
-        return Extremes(sigma, error, None, None, rank, rule, found, floor)
-    return Extremes(sigma, error, low, error, rank, rule, found, floor)
+    coarse, floor = math.sqrt(size * _EPS) * sigma, rounding(matrix.shape, sigma)
+    # Where a rank is only counted, what counts has to stand clear of rounding.
+    if rank == 0 or low < (coarse if rule == "numerical" else floor):
+        found = sum(value > coarse for value in values)
+        return Extremes(sigma, error, None, None, rank, rule, found, coarse)
+    return Extremes(sigma, error, low, error, rank, rule, rank, floor)
+
+
+def rounding(shape: tuple[int, ...], sigma: float) -> float:
+    """Singular values of a matrix itself, not of its Gram matrix, that may be rounding."""
+    return 10 * max(shape) * _EPS * sigma
 
 
 def least(
-    operator: Operator, side: Side, null: Tensor | None, top: float
-) -> tuple[float, float] | None:
-    """σ_min and its error at full rank on one side, or None where Cholesky breaks down.
+    operator: Operator, side: Side, null: Tensor | None, top: float, memory: float = math.inf
+) -> Low | None:
+    """σ_min at full rank on one side, or None where it cannot be told from rounding.
 
     ``null`` holds orthonormal columns that the matrix maps to zero from that side, and ``top`` is
-    σ_max².
+    σ_max². First Lanczos on the inverse: a Cholesky factor of the float64 Gram matrix. It is then
+    corrected with J itself, so that the error is that of J and not of its square. Where κ² is
+    beyond float64 the factor is R of a QR decomposition of J, as far as ``memory`` allows.
     """
+    low = _from_gram(operator, side, null, top)
+    if low is not None and low.sigma >= low.floor and low.error <= 0.1 * low.sigma:
+        return low
+    low = _from_qr(operator, side, null, math.sqrt(top), memory)
+    return low if low is not None and low.sigma >= low.floor else None
+
+
+def _from_gram(operator: Operator, side: Side, null: Tensor | None, top: float) -> Low | None:
     gram = operator.gram(side)
     size = len(gram)
     if null is not None and null.shape[1]:
@@ -243,7 +283,31 @@ def least(
             vector[: len(null)] -= null @ (null.mT @ vector[: len(null)])
         vector = vector / torch.linalg.vector_norm(vector)
     sigma, error = _corrected(operator, side, vector, gap)
-    return (sigma, error + _ROUNDING * math.sqrt(top)) if sigma > 0 else None
+    return Low(sigma, error + _ROUNDING * math.sqrt(top), math.sqrt(size * _EPS * top))
+
+
+def _from_qr(
+    operator: Operator, side: Side, null: Tensor | None, sigma: float, memory: float
+) -> Low | None:
+    size, across = operator.shape if side == "rows" else operator.shape[::-1]
+    work = 2.0 * across * size**2
+    if work > _WORK.get(operator.device.type, 0.0) or 24 * size * across > memory:
+        return None
+    tall = operator.dense()
+    tall = tall.mT if side == "rows" else tall
+    if null is not None and null.shape[1]:
+        rest = tall.new_zeros(null.shape[1], size - len(null))
+        tall = torch.cat([tall, torch.cat([sigma * null.mT, rest], 1)])
+    r: Tensor = torch.linalg.qr(tall, mode="r")[1]
+    floor = rounding(operator.shape, sigma)
+    if float(r.diagonal().abs().min()) <= floor:
+        return None
+    found = largest(_inverse(r.mT), size, operator.device, tolerance=1e-12)
+    if found.value <= 0 or not found.error <= 1e-3 * found.value:
+        return None
+    low = 1 / math.sqrt(found.value)
+    error = 4 * math.sqrt(size) * _EPS * sigma + 0.5 * low * found.error / found.value
+    return Low(low, error, floor)
 
 
 def _residual(operator: Operator, side: Side, vector: Tensor) -> tuple[float, Tensor]:

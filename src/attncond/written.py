@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from attncond.lanczos import Bound, Extremes, Side, extremes, largest, least
+from attncond.lanczos import Bound, Extremes, Side, extremes, least, rounding
 
 __all__ = ["Written", "matrix_extremes"]
 
@@ -55,39 +55,27 @@ class Written:
 def matrix_extremes(matrix: Tensor) -> Extremes:
     """σ_max and σ_min at the rank, of which nothing is known but the matrix's shape.
 
-    First as for any operator, from a Cholesky factor of the Gram matrix; where that does not
-    resolve σ_min, from the R of a QR decomposition, which does not square the condition number.
-    Where R is singular, too, a null space is looked for and taken out; where that fails, all of its
-    singular values are computed. The rank is where they fall by a factor of 1000 at least: without
-    such a gap, or with sides above 2048, the answer is None. ``floor`` is what the way taken
-    resolves.
+    First as for any operator. Where the matrix is singular, a null space is looked for and taken
+    out; where that fails, all singular values are computed. The rank is where they fall by a factor
+    of 1000 at least: without such a gap, or with sides above 2048, the answer is None. ``floor`` is
+    what the way taken resolves.
     """
     size = min(matrix.shape)
     found = extremes(Written(matrix), Bound(size), count=False)
-    sigma = found.sigma_max
+    sigma, error = found.sigma_max, found.sigma_max_error
     if found.sigma_min is not None or not sigma > 0 or size <= 1:
         return found
-    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
-    r: Tensor = torch.linalg.qr(tall, mode="r")[1]
-    floor = 10 * max(matrix.shape) * _EPS * sigma
-    error = 4 * math.sqrt(size) * _EPS * sigma
-    if float(r.diagonal().abs().min()) > floor:
-        ritz = largest(lambda v: _solved(r, v), size, r.device, tolerance=1e-12)
-        low = 1 / math.sqrt(ritz.value) if ritz.value > 0 else 0.0
-        if low > floor and ritz.error <= 1e-3 * ritz.value:
-            error += 0.5 * low * ritz.error / ritz.value
-            error_max = found.sigma_max_error
-            return Extremes(sigma, error_max, low, error, size, "attained", size, floor)
     if (without := _deflated(matrix, found)) is not None:
         return without
+    floor = rounding(matrix.shape, sigma)
     if size > _MOST:
-        return Extremes(sigma, found.sigma_max_error, None, None, None, "numerical", None, floor)
-    values = torch.linalg.svdvals(r).tolist()
+        return Extremes(sigma, error, None, None, None, "numerical", None, floor)
+    values = torch.linalg.svdvals(matrix).tolist()
     rank = sum(value > floor for value in values)
     if rank < size and values[rank - 1] <= _GAP * values[rank]:
-        return Extremes(sigma, found.sigma_max_error, None, None, None, "numerical", rank, floor)
-    low = values[rank - 1]
-    return Extremes(sigma, found.sigma_max_error, low, error, rank, "numerical", rank, floor)
+        return Extremes(sigma, error, None, None, None, "numerical", rank, floor)
+    off = 4 * math.sqrt(size) * _EPS * sigma
+    return Extremes(sigma, error, values[rank - 1], off, rank, "numerical", rank, floor)
 
 
 def _deflated(matrix: Tensor, found: Extremes) -> Extremes | None:
@@ -115,18 +103,11 @@ def _deflated(matrix: Tensor, found: Extremes) -> Extremes | None:
         null = null - torch.cholesky_solve(wide @ (wide.mT @ null), factor)
         null = torch.linalg.qr(null)[0]
     left = float(torch.linalg.matrix_norm(wide.mT @ null, 2))
-    if left > 10 * max(matrix.shape) * _EPS * found.sigma_max or left * _GAP > values[-count - 1]:
+    if left > rounding(matrix.shape, found.sigma_max) or left * _GAP > values[-count - 1]:
         return None
     low = least(Written(matrix), side, null, top)
-    if low is None or low[0] < found.floor or low[1] > 0.1 * low[0]:
+    if low is None:
         return None
-    rank = size - null.shape[1]
-    error = found.sigma_max_error
-    return Extremes(found.sigma_max, error, *low, rank, "numerical", rank, found.floor)
-
-
-def _solved(r: Tensor, v: Tensor) -> Tensor:
-    """(RᵀR)⁻¹·v."""
-    half = torch.linalg.solve_triangular(r.mT, v[:, None], upper=False)
-    whole: Tensor = torch.linalg.solve_triangular(r, half, upper=True)
-    return whole[:, 0]
+    rank, error = size - null.shape[1], found.sigma_max_error
+    at, off, floor = low
+    return Extremes(found.sigma_max, error, at, off, rank, "numerical", rank, floor)

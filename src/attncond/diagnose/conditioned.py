@@ -18,7 +18,7 @@ from attncond.diagnose.replayed import dense_spectrum
 from attncond.head_inputs import Inputs
 from attncond.heads import Heads
 from attncond.jacobian import JacobianSpectrum, memory_limit
-from attncond.lanczos import Bound, Extremes, Operator, Side, extremes, least
+from attncond.lanczos import Bound, Extremes, Operator, Side, extremes, least, rounding
 from attncond.rank import reduce_tokens
 from attncond.written import Written
 
@@ -132,7 +132,7 @@ def _spectrum(inputs: Inputs, heads: Heads) -> JacobianSpectrum:
 
 
 def _resolved(operator: Operator, unmoved: Tensor | None) -> Extremes | None:
-    """Both ends of the spectrum, or None where Gram matrices do not tell the lower one.
+    """Both ends of the spectrum, or None where the lower one is not told.
 
     ``unmoved``: orthonormal columns in which no weights move the output.
     """
@@ -142,16 +142,14 @@ def _resolved(operator: Operator, unmoved: Tensor | None) -> Extremes | None:
     if unmoved is None or not few:
         return found if found.sigma_min is not None else None
     left = torch.stack([operator.adjoint(u) for u in unmoved.mT.contiguous()])
-    limit = 10 * max(operator.shape) * _EPS * found.sigma_max
-    if float(torch.linalg.matrix_norm(left)) > limit:
+    if float(torch.linalg.matrix_norm(left)) > rounding(operator.shape, found.sigma_max):
         return None
     low = least(operator, "rows", unmoved, found.sigma_max**2)
-    floor = found.floor
-    if low is None or low[0] < floor or low[1] > 0.1 * low[0]:
+    if low is None:
         return None
-    rank = size - unmoved.shape[1]
-    error = found.sigma_max_error
-    return Extremes(found.sigma_max, error, *low, rank, "numerical", rank, floor)
+    rank, error = size - unmoved.shape[1], found.sigma_max_error
+    at, off, floor = low
+    return Extremes(found.sigma_max, error, at, off, rank, "numerical", rank, floor)
 
 
 def _unmoved(y: Tensor, tokens: Tensor, v: Tensor, scale: Tensor, rest: Tensor | None) -> Tensor:
