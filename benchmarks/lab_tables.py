@@ -134,12 +134,7 @@ def _method(*texts: str) -> Callable[[Run], bool]:
     return lambda run: any(text in m for m in run.get("methods") or () for text in texts)
 
 
-def _stock(run: Run) -> bool:
-    return not run.get("methods")
-
-
 CALL = "attncond lab run {} --form small --seeds {}"
-LAMBDA = _method("lam=", "kappa=")
 SECTIONS: dict[str, Section] = {
     "cifar10": _section("1", CALL.format("vit-cifar10", 5), _on("cifar10")),
     "choosing": _section(
@@ -153,8 +148,8 @@ SECTIONS: dict[str, Section] = {
     "lambda": _section(
         "5",
         CALL.format("vit-lambda", 3),
-        lambda run: LAMBDA(run) or (run.architecture == "ViT-B" and _stock(run)),
-        lambda run: run.architecture == "ViT-B" and _method("lam=")(run),
+        lambda run: run.architecture == "ViT-B" and _on("cifar10")(run),
+        _method("lam="),
         ["lambda"],
     ),
     "layernorm": _section(
