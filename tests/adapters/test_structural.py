@@ -82,6 +82,7 @@ def test_values_of_their_own_size():
             "twice 3 heads of 4",
         ),
         (attention(num_heads=3, children=("conv1d",)), "gated recurrence"),
+        (attention(num_heads=3, children=("k_sconv", "v_sconv")), "a convolution mixes tokens"),
         (attention(num_heads=3, children=("kv_b_proj",)), "latent attention"),
         (attention(("a", "b", "c"), children=("q_a_proj", "q_b_proj")), "latent attention"),
     ],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from attncond.adapters._transformers_names import models
-from attncond.adapters.structural import LATENT, RECURRENT
+from attncond.adapters.structural import CONVOLVED, LATENT, RECURRENT
 from attncond.errors import UnsupportedAttentionError
 from attncond.sites import Site, separate
 
@@ -92,10 +92,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "groupvit.GroupViTAssignAttention",
     ),
     "the query is a mixture of experts, one weight for each": ("jetmoe.JetMoeAttention",),
-    "a convolution mixes tokens and channels between the projections and the product": (
-        "zaya.ZayaAttention",
-        "inkling.InklingAttention",
-    ),
+    CONVOLVED: ("zaya.ZayaAttention",),
     "lightning attention: an activation follows the projections, and there is no softmax": (
         "minimax.MiniMaxLightningAttention",
     ),

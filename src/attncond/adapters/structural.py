@@ -60,6 +60,8 @@ RECURRENT = (
     "a gated recurrence (delta rule) after a convolution: it has no attention matrix, "
     "so that nothing bounds it by its Q, K and V"
 )
+CONVOLVED = "a convolution mixes tokens and channels between the projections and the product"
+_CONVOLUTION = re.compile(r"^[qkv]_\w*conv\w*$")
 _LATENT = re.compile(r"^(q|kv|k|v)_(a|b|down|up)_proj(_with_mqa)?$")
 _CROSS = re.compile(r"Cross|EncDec")
 _WINDOW = re.compile(r"Swin|Window|Local|Neighborhood")
@@ -90,6 +92,8 @@ def match(module: nn.Module) -> Site | None:
             continue
         if {"conv1d", "q_conv1d"} & module._modules.keys():
             raise UnsupportedAttentionError(RECURRENT)
+        if any(_CONVOLUTION.match(name) for name in module._modules):
+            raise UnsupportedAttentionError(CONVOLVED)
         sizes = [_rows(child) for child in (q, k, v)]
         heads = _count(module, names[0], sizes[0])
         width = sizes[0] // heads
