@@ -522,6 +522,17 @@ def test_moshi_depth_decoder_is_refused():
     assert "codebook" in row.reason
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_zamba2_is_refused_with_adapters_between_its_projections_and_the_product(adapted):
+    config = CONFIG_MAPPING["zamba2"](
+        hidden_size=8, num_attention_heads=2, use_shared_attention_adapter=adapted, adapter_rank=2
+    )
+    attention = load("zamba2.Zamba2Attention")
+    plan = inspect(attention(config, num_fwd_mem_blocks=2, block_id=0))
+    assert len(plan.sites) == (not adapted)
+    assert ["adapter" in row.reason for row in plan.unsupported] == [True] * adapted
+
+
 def test_scoring_heads_are_no_attention():
     config = CONFIG_MAPPING["bros"](hidden_size=8, n_relations=1)
     plan = inspect(nn.Sequential(load("bros.BrosRelationExtractor")(config)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from attncond.adapters import structural
 from attncond.adapters._transformers_names import models
 from attncond.adapters.structural import CONVOLVED, LATENT, RECURRENT
 from attncond.errors import UnsupportedAttentionError
@@ -139,6 +140,17 @@ def luke(module: Any) -> Site:
         )
     heads = module.num_attention_heads
     return separate(module.query, module.key, module.value, heads=heads)
+
+
+@models("zamba2.Zamba2Attention")
+def zamba2(module: Any) -> Site | None:
+    """Zamba 2 shares its attention between layers, which may each add an adapter of their own."""
+    if module.config.use_shared_attention_adapter:
+        raise UnsupportedAttentionError(
+            "each layer that shares it adds a low-rank adapter of its own to Q, K and V "
+            "(supported with use_shared_attention_adapter=False)"
+        )
+    return structural.match(module)
 
 
 for _reason, _names in REFUSED.items():
