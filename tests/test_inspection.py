@@ -413,6 +413,11 @@ def test_adapters_that_count_rows_themselves(model_type: str, settings: dict[str
     for p, q in zip(found.projections, site.projections, strict=True):
         assert p.rows.device.type == "cpu"
         assert torch.equal(p.rows, q.rows)
+    ac.condition(model, ac.Spectral())
+    model.to_empty(device="cpu")  # numbers of its own, of which nothing is calibrated yet
+    (later,) = ac.inspect(model).sites
+    for p, q in zip(later.projections, site.projections, strict=True):
+        assert torch.equal(p.rows, q.rows)
 
 
 def test_scripted_parts_are_passed_over_and_scripted_attention_is_named() -> None:

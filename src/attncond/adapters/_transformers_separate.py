@@ -165,8 +165,9 @@ def evolla_compressor(module: Any) -> Site:
 def gated_query(module: Any) -> Site:
     """``q_proj`` viewed as (heads, 2 · head_dim): each head's query, then its output gate."""
     dim = module.head_dim
-    rows = torch.arange(module.q_proj.weight.shape[0], device="cpu").view(-1, 2 * dim)[:, :dim]
-    kv_heads = module.k_proj.weight.shape[0] // dim
+    rows = torch.arange(structural.row_count(module.q_proj), device="cpu")
+    rows = rows.view(-1, 2 * dim)[:, :dim]
+    kv_heads = structural.row_count(module.k_proj) // dim
     kv = separate(None, module.k_proj, module.v_proj, heads=kv_heads, kv_heads=kv_heads)
     return Site((project("q", module.q_proj, rows), *kv.projections), "separate, q with its gate")
 
@@ -182,8 +183,8 @@ def shared_value(module: Any) -> Site:
     """Layers may use K as V, or take both from an earlier layer: then a site has fewer roles."""
     dim = module.head_dim
     k, v = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
-    kv_heads = k.weight.shape[0] // dim if k is not None else None
-    heads = module.q_proj.weight.shape[0] // dim
+    kv_heads = structural.row_count(k) // dim if k is not None else None
+    heads = structural.row_count(module.q_proj) // dim
     site = separate(module.q_proj, k, v, heads=heads, kv_heads=kv_heads)
     if k is None:
         return replace(site, layout="separate, k and v of another layer")
@@ -195,7 +196,7 @@ def clippable(module: Any) -> Site:
     """Linear projections inside modules that may clip what goes in and comes out."""
     dim = module.head_dim
     q, k, v = (p.linear for p in (module.q_proj, module.k_proj, module.v_proj))
-    rows, kv_rows = q.weight.shape[0], k.weight.shape[0]
+    rows, kv_rows = structural.row_count(q), structural.row_count(k)
     return separate(q, k, v, heads=rows // dim, kv_heads=kv_rows // dim)
 
 
@@ -274,7 +275,7 @@ def longformer(module: Any) -> tuple[Site, Site]:
 )
 def attention_map(module: Any) -> Site:
     """The mask head's attention: a softmax of q kT, and no value."""
-    heads = module.q_proj.weight.shape[0] // module.head_dim
+    heads = structural.row_count(module.q_proj) // module.head_dim
     site = separate(module.q_proj, module.k_proj, None, heads=heads, kind="cross")
     return replace(site, opaque=_MAP)
 

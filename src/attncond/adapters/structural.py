@@ -94,7 +94,7 @@ def match(module: nn.Module) -> Site | None:
             raise UnsupportedAttentionError(RECURRENT)
         if any(_CONVOLUTION.match(name) for name in module._modules):
             raise UnsupportedAttentionError(CONVOLVED)
-        sizes = [_rows(child) for child in (q, k, v)]
+        sizes = [row_count(child) for child in (q, k, v)]
         heads = _count(module, names[0], sizes[0])
         width = sizes[0] // heads
         if sizes[1] % width:
@@ -152,7 +152,8 @@ def _kind(module: nn.Module, site: Site) -> Kind:
     return "window" if _WINDOW.search(name) else "self"
 
 
-def _rows(child: nn.Module) -> int:
+def row_count(child: nn.Module) -> int:
+    """Rows of a projection's stored weight; its effective one may not be there to be asked yet."""
     owner, axis = weight_of(child, "weight")
     known = isinstance(owner, nn.Linear | nn.modules.conv._ConvNd) or hasattr(owner, "out_features")
     if isinstance(owner, nn.modules.conv._ConvTransposeNd) or not (known or axis == 1):

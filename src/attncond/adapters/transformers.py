@@ -100,7 +100,8 @@ def bark(module: Any) -> Site:
 @models("modernbert.ModernBertAttention")
 def modernbert(module: Any) -> Site:
     """``Wqkv`` viewed as (3, heads, head_dim); the module itself knows head_dim only."""
-    return fused(module.Wqkv, heads=module.Wqkv.weight.shape[0] // (3 * module.head_dim))
+    rows = structural.row_count(module.Wqkv)
+    return fused(module.Wqkv, heads=rows // (3 * module.head_dim))
 
 
 @models("mpt.MptAttention")
