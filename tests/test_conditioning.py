@@ -434,6 +434,27 @@ def test_optimizers_follow_what_each_of_them_trains():
     train(model, handle, first, 1, torch.Generator().manual_seed(0))  # nothing left to follow
 
 
+@pytest.mark.parametrize("again", [ac.Spectral(), ac.Spectral.paper_svd()])
+def test_an_optimizer_lets_go_of_what_another_handle_removed(again: ac.Spectral) -> None:
+    model = nn.MultiheadAttention(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ac.condition(model, ac.Spectral.paper_svd()).attach(optimizer)
+    ac.handle(model).remove()
+    ac.condition(model, again).attach(optimizer)
+    x = torch.randn(3, 1, 8)
+    model(x, x, x)[0].sum().backward()
+    optimizer.step()
+    assert getattr(model, "attncond_in_proj_weight_age", 1) == 1  # counted once
+
+
+def test_an_optimizer_is_attached_once_whichever_handle_asks() -> None:
+    model = nn.MultiheadAttention(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ac.condition(model, ac.Spectral.paper_svd()).attach(optimizer)
+    with pytest.raises(ac.ConditioningError, match="attached already"):
+        ac.handle(model).attach(optimizer)
+
+
 def test_weights_that_an_optimizer_takes_on_later_are_followed():
     torch.manual_seed(0)
     model = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))

@@ -184,8 +184,7 @@ class Handle:
         self._weights = list(weights)
         self._heads = list(heads)
         self._ended: str | None = None
-        # Weakly: an optimizer that is gone must not be taken for the next one at its address.
-        self._hooks: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+        self._hooks: list[Any] = []
 
     def __repr__(self) -> str:
         count = f"{len(self._weights)} weights" if self._weights else f"{len(self._heads)} sites"
@@ -220,7 +219,9 @@ class Handle:
             raise ConditioningError(
                 f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
-        if inner in self._hooks:
+        others = [f for f in _FOLLOWERS.get(inner, ()) if any(map(_current, f.weights))]
+        followed = {id(w.correction) for f in others for w in f.weights}
+        if any(id(w.correction) in followed for w in self._weights):  # by another handle, too
             raise ConditioningError("this optimizer is attached already")
         follower = _Follower(self._weights)
         if not follower.followed(inner):
@@ -228,7 +229,8 @@ class Handle:
                 "this optimizer trains none of the conditioned weights; was it built for another "
                 "copy of the model? Frozen weights need no attach."
             )
-        self._hooks[inner] = inner.register_step_post_hook(torch.compiler.disable(follower))
+        self._hooks.append(inner.register_step_post_hook(torch.compiler.disable(follower)))
+        _FOLLOWERS[inner] = [*others, follower]
         return self
 
     @torch.no_grad()
@@ -325,7 +327,7 @@ class Handle:
         if not isinstance(self.method, Spectral):
             for site in self._heads:
                 _drop(site.module, type(self.method))
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._ended = how
@@ -365,8 +367,7 @@ class _Follower:
         return self.trained
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Another handle may have folded or removed some of them, or all.
-        weights = [w for w in self.followed(optimizer) if records(w.owner)]
+        weights = [w for w in self.followed(optimizer) if _current(w)]
         if not weights:
             return
         first = weights[0]
@@ -379,6 +380,15 @@ class _Follower:
         if self.age % self.every == 0:
             anchor = self.age // _ANCHOR_EVERY != (self.age - self.every) // _ANCHOR_EVERY
             refresh(weights, "anchor" if anchor else "track")
+
+
+def _current(weight: Weight) -> bool:
+    """Whether it is still conditioned so: another handle may have removed that, or done it anew."""
+    return records(weight.owner).get(weight.name) is weight.correction
+
+
+# Weakly: an optimizer that is gone must not be taken for the next one at its address.
+_FOLLOWERS: WeakKeyDictionary[torch.optim.Optimizer, list[_Follower]] = WeakKeyDictionary()
 
 
 def _method(method: Method | Mapping[str, Any]) -> Method:
