@@ -134,6 +134,24 @@ def test_parts_of_an_unknown_attention_are_not_reported_again() -> None:
     assert [u.path for u in ac.inspect(nn.ModuleList([outer])).unsupported] == ["0"]
 
 
+@pytest.mark.parametrize("prefix", ["", "0."])
+def test_unknown_attention_around_a_known_one_is_reported(prefix: str) -> None:
+    outer = Own()
+    outer.inner = nn.MultiheadAttention(8, 2)
+    plan = ac.inspect(nn.ModuleList([outer]) if prefix else outer)
+    assert [s.path for s in plan] == [f"{prefix}inner"]
+    assert [u.path for u in plan.unsupported] == [prefix.removesuffix(".")]
+
+
+def test_what_is_settled_does_not_make_its_parent_look_like_attention() -> None:
+    parent = nn.Module()
+    parent.qkv = nn.MultiheadAttention(8, 2)
+    parent.query, parent.key = nn.ModuleList([nn.MultiheadAttention(8, 2)]), nn.Identity()
+    plan = ac.inspect(nn.ModuleList([parent]))
+    assert [s.path for s in plan] == ["0.qkv", "0.query.0"]
+    assert not plan.unsupported
+
+
 # How it is shown ----------------------------------------------------------------------------------
 
 

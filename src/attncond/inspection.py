@@ -161,9 +161,9 @@ def inspect(model: nn.Module) -> Plan:
         covered.append(path)
 
     for path, module in model.named_modules():
-        if _related(path, covered):
+        if any(c in ("", path) or path.startswith(f"{c}.") for c in covered):
             continue
-        if reason := _looks_like_attention(module):
+        if reason := _looks_like_attention(module, _holding(path, covered)):
             if isinstance(module, torch.jit.ScriptModule):
                 reason = SCRIPTED
             unsupported.append(_unsupported(path, module, reason))
@@ -193,12 +193,10 @@ def _kind_by_parent(model: nn.Module, path: str) -> Kind | None:
     return "cross" if "CrossAttention" in parent else None
 
 
-def _related(path: str, covered: list[str]) -> bool:
-    """Whether ``path`` lies inside, or around, a module that is settled already."""
-    return any(
-        path == c or path.startswith(f"{c}.") or c.startswith(f"{path}.") or "" in (path, c)
-        for c in covered
-    )
+def _holding(path: str, covered: list[str]) -> set[str]:
+    """The children of a module that hold, or are, one that is settled already."""
+    prefix = f"{path}." if path else ""
+    return {c[len(prefix) :].partition(".")[0] for c in covered if c.startswith(prefix)}
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -207,8 +205,9 @@ def _names(module: nn.Module) -> list[str]:
     ]
 
 
-def _looks_like_attention(module: nn.Module) -> str | None:
-    names = _names(module)
+def _looks_like_attention(module: nn.Module, settled: set[str]) -> str | None:
+    """What makes a module look like attention, apart from the children that are ``settled``."""
+    names = [n for n in _names(module) if n not in settled]
     weights = [n for n in names if n not in module._modules or _has_parameters(module._modules[n])]
     if fused := [n for n in weights if _FUSED.match(n)]:
         return f"no adapter for this class; the order of rows in '{fused[0]}' cannot be guessed"
@@ -216,7 +215,8 @@ def _looks_like_attention(module: nn.Module) -> str | None:
     # One of the roles may be missing: learned queries, or keys and values of another layer. That
     # is told from a scoring head or a vector of queries by the class's name alone.
     half = query or (key and value and "receptance" not in weights)  # which is RWKV's
-    if (query and key) or (half and "Attention" in class_name(module).rpartition(".")[2]):
+    named = not settled and "Attention" in class_name(module).rpartition(".")[2]  # of its own
+    if (query and key) or (half and named):
         return "no adapter for this class; its query, key and value were not recognised"
     return None
 
