@@ -177,6 +177,21 @@ def test_errors_are_named():
         ac.diagnose(empty)
 
 
+def test_the_default_device_does_not_matter():
+    """Of a model on the CPU, say, where a GPU is the default; here is one that has no numbers."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9
+    )
+    rotary = AutoModel.from_config(config)
+    plain, tokens = nn.MultiheadAttention(16, 2), torch.randn(5, 3, 16)
+    for model, batch in ((plain, (tokens, tokens, tokens)), (rotary, torch.arange(5)[None])):
+        want = ac.diagnose(model, batch, loss="sum")
+        with torch.device("meta"):
+            found = ac.diagnose(model, batch, loss="sum")
+        assert [row.values for row in found.rows] == [row.values for row in want.rows]
+
+
 def test_running_out_of_memory_comes_with_advice(monkeypatch):
     model, run = vit()
 

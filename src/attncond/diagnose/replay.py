@@ -130,7 +130,7 @@ class Replay:
         if not output.requires_grad:
             raise ReplayError("its heads' outputs do not depend on the weights")
         generator = torch.Generator().manual_seed(0)
-        random = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        random = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
         grads = back(output, [use.leaf for use in run.uses], random.to(output.device))
         # Tokens that were not sampled, other items and windows have no part in this output.
         felt = [grad.any(1) for grad in grads]

@@ -161,7 +161,7 @@ class Diagnosis:
         for layer, site in self.sites:
             for p in site.projections:
                 grad = by_id.get(id(p.raw))
-                zero = torch.zeros(p.heads, p.head_dim, 1)
+                zero = torch.zeros(p.heads, p.head_dim, 1, device="cpu")
                 matrix = zero if grad is None else p.matrix(full(grad.detach()))
                 norms = torch.linalg.vector_norm(matrix.cpu().double(), dim=(1, 2))
                 name = f"{p.role}_grad_norm"
@@ -323,7 +323,7 @@ def _over_heads(found: Sequence[Values]) -> Values:
         numbers = [v for values in found if isinstance(v := values.get(name), float)]
         if not numbers:
             continue
-        stack = torch.tensor(numbers, dtype=torch.float64)
+        stack = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         if name == "entropy_min":
             result[name] = float(stack.min())
         elif name == "logit_max":

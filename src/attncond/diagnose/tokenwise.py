@@ -68,8 +68,10 @@ def cut_uses(uses: Sequence[Use], cuts: Mapping[Role, tuple[Tensor, Tensor]]) ->
         if not made.requires_grad:
             raise ReplayError(f"the product with W_{role.upper()} was not found")
         generator = torch.Generator().manual_seed(0)
-        first, second = torch.randn(2, *made.shape, generator=generator, dtype=made.dtype)
-        felt = [g.any(1) for g in back(made, [u.leaf for u in uses], first.to(made.device))]
+        shape = (2, *made.shape)
+        vectors = torch.randn(shape, generator=generator, dtype=made.dtype, device="cpu")
+        first, second = vectors.to(made.device)
+        felt = [g.any(1) for g in back(made, [u.leaf for u in uses], first)]
         sources = [i for i, here in enumerate(felt) if bool(here.any())]
         if [uses[i].role for i in sources] != [role]:
             raise TokensMixedError
@@ -80,7 +82,6 @@ def cut_uses(uses: Sequence[Use], cuts: Mapping[Role, tuple[Tensor, Tensor]]) ->
         every = every[:, None].expand(-1, len(made), -1)
         blocks = back(made, [use.leaf], every, is_grads_batched=True)[0]
         blocks = blocks[:, here].transpose(0, 1)
-        second = second.to(made.device)
         want = back(made, [use.leaf], second)[0]
         got = torch.zeros_like(want)
         got[here] = (second[:, None] @ blocks)[:, 0]
