@@ -208,7 +208,7 @@ class Handle:
         """Let the polar factor follow the weights: refresh it after ``optimizer.step()``.
 
         Only the polar correction has something to follow; elsewhere this does nothing. Steps that
-        a gradient scaler skips do not count.
+        a gradient scaler skips do not count; a fused optimizer skips them itself, so its steps do.
         """
         self._check_alive()
         if not self._follows:
