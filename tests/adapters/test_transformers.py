@@ -292,6 +292,11 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict
             "qwen4_exp.Qwen4ExpVisionAttention",
         )
     },
+    "dots3_note.Dots3NoteVisionAttention": (
+        lambda: _vision("dots3_note.Dots3NoteVisionAttention"),
+        _packed,
+        {"first_of": 2, "transformed": "qk", "since": "5.23"},
+    ),
     **{
         name: (lambda name=name: _vision(name), _tokens, {})
         for name in (
@@ -394,7 +399,8 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict
 def test_attention_class(name):
     make, run, options = PARTS[name]
     if not (MODELS / name.partition(".")[0]).exists():
-        assert Version(transformers.__version__) < Version("5.22"), "the model is gone"
+        since = Version(options.get("since", "5.22"))
+        assert Version(transformers.__version__) < since, "the model is gone"
         pytest.skip("this version of transformers lacks the model")
     torch.manual_seed(0)
     module = oracle.prepare(make())

@@ -33,6 +33,7 @@ def _heads(module: Any) -> int:
     "blip.BlipAttention",
     "blip_2.Blip2Attention",
     "cohere_compass.CohereCompassVisionAttention",
+    "dots3_note.Dots3NoteVisionAttention",
     "ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention",
     "glm4v.Glm4vVisionAttention",
     "glm4v_moe.Glm4vMoeVisionAttention",
