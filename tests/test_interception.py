@@ -405,6 +405,21 @@ def test_tensors_of_other_ranks(on):
         close(module(q[0, 1, 0], k[0, 1, 0], v[0, 1, 0], flat), wanted[0, 1, 0])
 
 
+@methods
+@pytest.mark.parametrize("hide", [None, -torch.inf])
+def test_a_mask_of_keys_alone(hide, on):
+    """With as many heads as queries, a mean without its axis of queries would fit as well."""
+
+    def form(q, k, v, mask):  # torch takes such masks in some of its kernels, this one's included
+        return sdpa(q[0], k[0], v[0], mask)[None]
+
+    generator = torch.Generator().manual_seed(5)
+    tensors = [normal(generator, 1, 3, 3, channels) for channels in (4, 4, 2)]
+    visible = torch.tensor([True, False, True])
+    mask = visible if hide is None else additive(visible, hide)
+    compare(conditioned(form, *on), tensors, mask, on, visible, None)
+
+
 def test_no_keys_at_all():
     q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4), torch.randn(1, 2, 0, 4)
     for on in METHODS.values():

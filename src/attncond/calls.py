@@ -177,10 +177,15 @@ class FusedAttention(NamedTuple):
         return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
     def with_plain_mask(self) -> FusedAttention:
-        """The same, with a mask of torch.nn.attention.bias as the flag or the tensor it means."""
+        """The same, with a mask of at least two axes, or none.
+
+        A mask of torch.nn.attention.bias becomes the flag or the tensor it means.
+        """
         bias: Any = self.attn_mask
-        if type(bias).__name__ != "CausalBias":  # by name: importing it takes torch._dynamo along
+        if bias is None:
             return self
+        if type(bias).__name__ != "CausalBias":  # by name: importing it takes torch._dynamo along
+            return self._replace(attn_mask=torch.atleast_2d(bias))  # (keys,) is for all queries
         queries, keys = bias.seq_len_q, bias.seq_len_kv
         if bias.variant.name == "UPPER_LEFT" or queries == keys:
             return self._replace(attn_mask=None, is_causal=True)
