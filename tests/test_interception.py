@@ -426,6 +426,19 @@ def test_no_keys_at_all():
         assert torch.equal(conditioned(fused, *on)(q, k, v, None), torch.zeros(1, 2, 3, 4))
 
 
+@methods
+@pytest.mark.parametrize("form", WRITTEN, ids=lambda f: f.__name__)
+def test_what_is_not_a_number_is_not_hidden(form, on):
+    """A query of NaN sees all keys, and NaN comes of it: zeros would hide a broken model."""
+    if form is split_heads and PRE in on:
+        return
+    q, k, v = torch.randn(3, 1, 2, 3, 4, dtype=torch.float64)
+    q[0, 0, 1] = torch.nan
+    output = conditioned(form, *on)(q, k, v, None)
+    assert output[0, 0, 1].isnan().all()
+    assert output[0, 0, ::2].isfinite().all()
+
+
 # Precision ---------------------------------------------------------------------------------------
 
 EXACT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

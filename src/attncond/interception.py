@@ -139,7 +139,7 @@ class Interception(TorchFunctionMode):
         result = call.run()
         if name in PRODUCTS:
             added = name == "baddbmm" and self.hidden > HIDDEN
-            shown = (operands[0].detach() > self.hidden).expand_as(result) if added else None
+            shown = _above(operands[0], self.hidden).expand_as(result) if added else None
             self.logits.append(Logits(result, shown))
         elif logits is not None:
             self._follow(logits, call, result)
@@ -222,7 +222,7 @@ class Interception(TorchFunctionMode):
         if self.softmax not in (0, self.softmaxes):
             return call.run()
         dim = call.dim
-        visible = logits.tensor.detach() > HIDDEN
+        visible = _above(logits.tensor, HIDDEN)
         if logits.visible is not None:
             visible = visible & logits.visible
         seen = visible.any(dim, keepdim=True)
@@ -253,7 +253,7 @@ class Interception(TorchFunctionMode):
             # A mask of -100 cannot be told from the logits themselves, only where it comes in.
             for other in operands:
                 if other is not logits.tensor:
-                    shown = (other.detach() > self.hidden).expand_as(result)
+                    shown = _above(other, self.hidden).expand_as(result)
                     visible = shown if visible is None else visible.expand_as(result) & shown
         elif name in ("masked_fill", "masked_fill_") and self.hidden > HIDDEN:
             mask, fill = (*call.args, *call.kwargs.values())[1:3]
@@ -347,8 +347,13 @@ def _sees_one(attention: FusedAttention, visible: Tensor | None) -> Tensor:
     return torch.full((1, 1), keys == 1, device=device)
 
 
+def _above(logits: Tensor, hidden: float) -> Tensor:
+    """Which keys are not hidden. NaN hides none, or a query of a broken model would get zeros."""
+    return ~(logits.detach() <= hidden)
+
+
 def _visible(mask: Tensor, hidden: float, keys: int) -> Tensor:
-    visible = mask if mask.dtype == torch.bool else mask.detach() > hidden
+    visible = mask if mask.dtype == torch.bool else _above(mask, hidden)
     return visible.expand(*mask.shape[:-1], keys)  # one column may stand for all keys
 
 
