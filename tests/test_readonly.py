@@ -5,6 +5,8 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attncond as ac
 from attncond.readonly import EffectiveWeight
@@ -70,3 +72,17 @@ def test_a_saved_copy_of_the_effective_weight_needs_no_attncond(attention):
     loaded = torch.load(file, weights_only=True)
     assert type(loaded) is torch.Tensor
     assert torch.equal(loaded, attention.in_proj_weight)
+
+
+@pytest.mark.parametrize("method", [ac.Spectral(), ac.RemoveGap()], ids=["weights", "heads"])
+def test_tracers_get_plain_tensors(method):
+    """They refuse types of tensors that they do not know."""
+    model = nn.MultiheadAttention(24, 4, batch_first=True).eval()
+    ac.condition(model, method)
+    x = torch.randn(2, 5, 24)
+    with torch.no_grad():
+        expected = model(x, x, x)[0]
+        graph = make_fx(lambda t: model(t, t, t)[0])(x)
+        torch.testing.assert_close(graph(x), expected)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            assert model(*[fake.from_tensor(x)] * 3)[0].shape == expected.shape

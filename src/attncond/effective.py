@@ -23,7 +23,7 @@ from attncond.diagonal import decode, with_code
 from attncond.errors import ConditioningError
 from attncond.heads import conditioned_heads, slow_path_weight
 from attncond.methods.spectral import Spectral
-from attncond.readonly import EffectiveWeight
+from attncond.readonly import EffectiveWeight, tracing
 from attncond.sites import Role, class_name
 
 _RECORDS = "_attncond"
@@ -228,7 +228,7 @@ def _property(name: str) -> property:
         if not raw.is_meta:
             check_calibrated(self)
         result = effective(self, name)
-        if torch.compiler.is_compiling():
+        if tracing():
             return result
         if sys._getframe(1).f_globals.get("__name__") in _REPLACING:
             raise ConditioningError(_replaced(self, name))

@@ -18,6 +18,7 @@ from attncond import kernels
 from attncond.errors import ConditioningError
 from attncond.interception import Interception, nested
 from attncond.methods import Precondition, RemoveGap
+from attncond.readonly import tracing
 from attncond.sites import HIDDEN, Site
 
 HeadMethod = Precondition | RemoveGap
@@ -154,6 +155,6 @@ class _OffFastPath(Tensor):
 def slow_path_weight(module: nn.Module) -> Tensor | None:
     """``in_proj_weight`` of a MultiheadAttention whose heads are conditioned."""
     raw = module._parameters["in_proj_weight"]
-    if raw is None or module.training or torch.compiler.is_compiling() or isinstance(raw, DTensor):
+    if raw is None or module.training or tracing() or isinstance(raw, DTensor):
         return raw  # in these there is no nested tensor to keep off
     return raw.as_subclass(_OffFastPath)

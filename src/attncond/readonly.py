@@ -13,6 +13,18 @@ from torch import Tensor
 
 from attncond.errors import ConditioningError
 
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def tracing() -> bool:
+    """Whether a graph is made (torch.compile, export, make_fx), or shapes alone (FakeTensorMode).
+
+    Tensors have no types of ours there: compiled code has no need of them, the others refuse them.
+    """
+    return torch.compiler.is_compiling() or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    )
+
 
 class EffectiveWeight(torch.Tensor):
     """An effective weight outside of compiled code: reads as a tensor, refuses to be written.
