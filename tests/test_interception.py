@@ -910,6 +910,51 @@ def test_a_sink_as_a_column_is_a_sink_as_a_gate(on):
     close(conditioned(column, *on)(q, k, v), wanted)
 
 
+def beside(logits):
+    return torch.cat([logits, torch.zeros_like(logits[..., :1])], -1)
+
+
+def anew(logits):
+    return torch.cat([logits, logits.new_zeros(*logits.shape[:-1], 1)], -1)
+
+
+def padded(logits):
+    return F.pad(logits, (0, 1))
+
+
+@methods
+@pytest.mark.parametrize("widen", [beside, anew, padded], ids=lambda f: f.__name__)
+def test_a_sink_of_zero_however_it_comes_beside_the_logits(widen, on):
+    """The softmax with one more in its denominator."""
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def column(q, k, v):
+        return widen(logits_of(q, k, None)).softmax(-1)[..., :-1] @ v
+
+    gate = torch.sigmoid(logits_of(q, k, None).logsumexp(-1, keepdim=True))
+    wanted = attention(q, k, v, (GAP,) if GAP in on else ()) * gate
+    if PRE in on:
+        wanted = wanted / torch.linalg.vector_norm(wanted, dim=-1, keepdim=True)
+    close(conditioned(column, *on)(q, k, v), wanted)
+
+
+@methods
+def test_logits_and_matrices_that_are_written_into_other_tensors(on):
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def copied(q, k, v):
+        logits = logits_of(q, k, None)
+        masked = torch.full_like(logits, -torch.inf)
+        masked[..., 1:] = logits[..., 1:]
+        weights = masked.softmax(-1)
+        whole = torch.zeros_like(weights)
+        whole[:] = weights
+        return whole @ v
+
+    visible = torch.tensor([False, True, True, True])
+    close(conditioned(copied, *on)(q, k, v), attention(q, k, v, on, visible))
+
+
 # Compiled ----------------------------------------------------------------------------------------
 
 

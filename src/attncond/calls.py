@@ -14,6 +14,13 @@ PRODUCTS = frozenset(("matmul", "__matmul__", "linalg_matmul", "bmm", "einsum", 
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 SOFTMAXES = frozenset(("softmax", "special_softmax"))
 JOINS = frozenset(("cat", "concat", "concatenate"))
+# What takes of a tensor its shape or its kind, and none of its entries.
+MAKERS = frozenset(
+    (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
+    )
+)
 DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout"))
 PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matmul__"))
 CASTS = frozenset(
@@ -37,7 +44,6 @@ OBSERVERS = frozenset(
         *("isnan", "isinf", "isfinite", "gt", "ge", "lt", "le", "eq", "ne"),
         *("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
         *("log", "log2", "log10", "xlogy", "special_xlogy", "special_entr"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like"),
     )
 )
 # What is done to an attention matrix because its entries are probabilities.

@@ -36,6 +36,7 @@ from attncond.calls import (
     DROPOUTS,
     GUARDS,
     JOINS,
+    MAKERS,
     OBSERVERS,
     PRODUCTS,
     RESHAPES,
@@ -129,11 +130,13 @@ class Interception(TorchFunctionMode):
         if call.name == "scaled_dot_product_attention":
             return self._fused(FusedAttention(call.func, *call.args, **call.kwargs))
         name, operands = call.name, call.operands()
+        if name in MAKERS:
+            return call.run()
         if name in CASTS or name in RESHAPES:
             operands = operands[:1]  # value.type_as(matrix) makes no matrix of the value
         if (matrix := find(self.matrices, operands)) is not None:
             return self._use_matrix(matrix, call)
-        logits = find(self.logits, operands)
+        logits = self._logits(operands)
         if logits is not None and name in SOFTMAXES and operands[0] is logits.tensor:
             return self._softmax(logits, call)
         result = call.run()
@@ -216,6 +219,21 @@ class Interception(TorchFunctionMode):
         mean = visible_mean(seen_by, query.shape[-2], causal=causal, visible=visible)
         return (mean.repeat_interleave(groups, -3) if groups > 1 else mean), attention
 
+    def _logits(self, operands: list[Tensor]) -> Logits | None:
+        """The logits among the operands; those with keys in all columns, before those with sinks.
+
+        Masks may be products and joined, as BigBird's are. What they are added to tells the keys.
+        """
+        latest: Logits | None = find(self.logits, operands)
+        if latest is None or not latest.sinks:
+            return latest
+        for operand in operands:
+            other: Logits | None = find(self.logits, [operand])
+            wide = operand.shape[-1] == latest.tensor.shape[-1]
+            if other is not None and wide and not other.sinks:
+                return other
+        return latest
+
     def _softmax(self, logits: Logits, call: TorchCall) -> Any:
         """The attention matrix; a row that sees nothing becomes zero, and so do its gradients."""
         self.softmaxes += 1
@@ -249,6 +267,10 @@ class Interception(TorchFunctionMode):
                 pairs = zip(operands, known, strict=True)
                 keys = [torch.full_like(o, k, dtype=torch.bool) for o, k in pairs]
                 visible = call.func(keys, *call.args[1:], **call.kwargs)
+        elif name == "pad":  # a column of zeros is a sink, too
+            sinks, shown = True, torch.ones_like(logits.tensor, dtype=torch.bool)
+            shown = shown if visible is None else visible.expand_as(shown)
+            visible = F.pad(shown, call.args[1] if len(call.args) > 1 else call.kwargs["pad"])
         elif name in ADDITIONS and self.hidden > HIDDEN:
             # A mask of -100 cannot be told from the logits themselves, only where it comes in.
             for other in operands:
@@ -261,7 +283,7 @@ class Interception(TorchFunctionMode):
             visible = shown if visible is None else visible.expand_as(result) & shown
         elif visible is not None and name in RESHAPES:
             visible = call.reshaped(logits.tensor, visible, result)
-        for i, part in enumerate(tensors(result)):
+        for i, part in enumerate(self._made(call, result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.logits.append(Logits(part, shown, sinks))
 
@@ -283,10 +305,15 @@ class Interception(TorchFunctionMode):
             minus = result - self._formed_call(call)
         else:
             result, minus = self._formed_call(call), None
-        for i, part in enumerate(tensors(result)):
+        for i, part in enumerate(self._made(call, result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             self.matrices.append(Matrix(part, less, matrix.root))
         return result
+
+    @staticmethod
+    def _made(call: TorchCall, result: Any) -> list[Tensor]:
+        """The tensors that a call made: what it returned, or what it wrote into."""
+        return [call.args[0]] if call.name == "__setitem__" else tensors(result)
 
     def _formed_call(self, call: TorchCall) -> Any:
         """Call with all differences among the operands formed: there may be several."""
