@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
 
@@ -884,6 +885,22 @@ def test_an_error_inside_leaves_no_mode_behind():
         conditioned(fails, GAP)(q, k, v)
     stock = torch.softmax(q @ k.mT / 3**0.5, -1) @ v
     torch.testing.assert_close(sdpa(q, k, v), stock)
+
+
+@pytest.mark.parametrize("form", [fused, matmul], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_attention_that_its_own_module_checkpoints_is_refused(reentrant, form):
+    """It would be computed again in the backward pass, where nothing is intercepted."""
+
+    def again(q, k, v):
+        return checkpoint(form, q, k, v, None, use_reentrant=reentrant)
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, requires_grad=True)
+    module = conditioned(again, GAP)
+    with pytest.raises(ac.ConditioningError, match="checkpoints its attention itself"):
+        module(q, k, v)
+    with torch.no_grad():
+        close(module(q, k, v), conditioned(form, GAP)(q, k, v, None))
 
 
 # Sinks -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ user should stay probabilities.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -108,6 +109,7 @@ class Interception(TorchFunctionMode):
         self.expected = expected
         self.path = path
         self.acted = 0
+        self.differentiated = torch.is_grad_enabled()
         self.softmaxes = 0
         self.multiplied: list[int] = []
         self.logits: list[Logits] = []
@@ -160,6 +162,16 @@ class Interception(TorchFunctionMode):
                 "e.g. attn_implementation='sdpa' in transformers."
             )
 
+    def _act(self) -> None:
+        """Count a head's output, and refuse one that the backward pass would compute otherwise."""
+        self.acted += 1
+        if self.differentiated and not torch.compiler.is_compiling() and _inside_checkpoint():
+            raise ConditioningError(
+                f"the forward of {self.path or 'the model'} checkpoints its attention itself, "
+                "which is then computed again in the backward pass, out of sight and without any "
+                "conditioning. Turn that off, and checkpoint the module as a whole instead."
+            )
+
     def _fused(self, attention: FusedAttention) -> Tensor:
         if attention.query.is_nested or attention.value.is_nested:
             raise nested(self.path)
@@ -168,7 +180,7 @@ class Interception(TorchFunctionMode):
         acts = gap or self.precondition is not None
         plain = mask is None and not attention.dropout_p
         if acts and plain and not causal and kernels.suit_short(*attention.operands):
-            self.acted += 1
+            self._act()
             return kernels.short_attention(
                 *attention.operands, attention.scale, gap, self.precondition
             )
@@ -190,7 +202,7 @@ class Interception(TorchFunctionMode):
             if gap:
                 mean, attention = self._mean(attention, visible)
             output = attention.run()
-        self.acted += 1
+        self._act()
         if mean is not None:
             output = subtract(output, mean)
         if gap and self.precondition is not None and attention.dropout_p == 0.0:
@@ -340,7 +352,7 @@ class Interception(TorchFunctionMode):
                 "with the attention matrix, so that no single one can be preconditioned"
             )
         self.multiplied.append(matrix.root)
-        self.acted += 1
+        self._act()
         output: Tensor = call.exchanged(matrix.tensor, matrix.value()).run()
         if self.precondition is None:
             return output
@@ -353,6 +365,16 @@ class Interception(TorchFunctionMode):
             # In the order in which it lies in memory, see subtract().
             return self.precondition.equilibrate(output.transpose(1, 2)).transpose(1, 2)
         return self.precondition.equilibrate(output, dim)
+
+
+def _inside_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint runs a part of the forward that is under way."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != "attncond.effective":
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def nested(path: str) -> ConditioningError:
