@@ -887,6 +887,24 @@ def test_an_error_inside_leaves_no_mode_behind():
     torch.testing.assert_close(sdpa(q, k, v), stock)
 
 
+@methods
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_a_softmax_that_chooses_its_axis(axes, on):
+    """Of three axes it is the first, which then has to be that of the keys."""
+
+    def implicit(q, k, v):
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        if axes == 2:
+            return nn.Softmax()(logits[0, 0])[None, None] @ v
+        if axes == 3:
+            return nn.Softmax()(logits[0].movedim(-1, 0)).movedim(0, -1)[None] @ v
+        return nn.Softmax()(logits.transpose(1, -1)).transpose(1, -1) @ v
+
+    q, k, v = (normal(torch.Generator().manual_seed(i), 1, 1, 4, 3) for i in range(3))
+    close(conditioned(implicit, *on)(q, k, v), attention(q, k, v, on))
+
+
 @pytest.mark.parametrize("form", [fused, matmul], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_attention_that_its_own_module_checkpoints_is_refused(reentrant, form):

@@ -110,7 +110,9 @@ class TorchCall(NamedTuple):
     @property
     def dim(self) -> int:
         """The axis of a softmax."""
-        given: int = self.kwargs["dim"] if "dim" in self.kwargs else self.args[1]
+        given: int | None = self.kwargs["dim"] if "dim" in self.kwargs else self.args[1]
+        if given is None:  # as torch.nn.functional chooses it, with a warning
+            return 0 if self.operands()[0].ndim in (0, 1, 3) else 1
         return given
 
     def exchanged(self, old: Tensor, new: Tensor) -> TorchCall:
