@@ -420,6 +420,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "no queries and keys",
     ),
 }
+if hasattr(layers, "AttentionPoolPrr"):  # not in all versions
+    REFUSED["timm.layers.attention_pool.AttentionPoolPrr"] = (
+        lambda: layers.AttentionPoolPrr(24, num_heads=3),
+        "without projections",
+    )
 
 
 def distinct(sites: Iterable[Site]) -> list[Site]:

@@ -360,6 +360,8 @@ def _refuse(reason: str) -> Adapter:
 
 
 for _class, _reason in {
+    "layers.attention_pool.AttentionPoolPrr": "its queries, keys and values are the tokens "
+    "themselves, without projections",
     "layers.attention2d.MultiQueryAttentionV2": "its queries are a tensor of (heads, key_dim, in), "
     "not a matrix with rows",
     "models.csatv2.SpatialTransformerBlock": "its Q, K and V are single numbers (one channel)",
