@@ -23,7 +23,9 @@ def test_metrics_go_back_with_the_checkpoint(tmp_path):
     for step in (5, 10, 15):
         files.add({"step": step, "train_loss": 1 / step})
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 20, "tra')  # the last words of a killed process
+        file.write('12\n{"epoch": 1}\n{"step": 20, "tra')  # the last words of a killed process
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b"\n\xff\x00\n")  # what a power cut may leave
     kept = files.rewind(10)
     assert [row["step"] for row in kept] == [5, 10]
     files.add({"step": 15, "train_loss": 0.5})
@@ -71,6 +73,16 @@ def test_damaged_files_are_told(tmp_path):
         RunFolder(tmp_path).result()
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"status": "finished"}'])
+def test_a_result_that_is_none_is_told(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(RunError, match=r"result.json is damaged \(it .*run again"):
+        RunFolder(tmp_path).result()
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(RunError, match=r"config.json is damaged \(it should hold one JSON object"):
+        RunFolder(tmp_path).claim(config(), resume=True)
+
+
 def test_starting_over_leaves_what_is_not_the_run_s(tmp_path):
     (tmp_path / "notes.md").write_text("mine")
     (tmp_path / "result.json").write_text("{}")
@@ -97,7 +109,8 @@ def test_numbers_that_json_does_not_have():
 def test_a_result_says_how_it_ended(tmp_path):
     files = RunFolder(tmp_path)
     assert files.result() is None
-    files.finish({"status": "diverged", "test_accuracy": math.nan, "validation_accuracy": None})
+    how = {"status": "diverged", "test_read": False}
+    files.finish({**how, "test_accuracy": math.nan, "validation_accuracy": None})
     found = files.result()
     assert isinstance(found, Result)
     assert found.diverged

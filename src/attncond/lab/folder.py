@@ -126,7 +126,7 @@ class RunFolder:
                 shutil.rmtree(self.path / name, ignore_errors=True)
         file, new = self.path / "config.json", json.loads(config.model_dump_json())
         try:
-            old = json.loads(file.read_text(encoding="utf-8"))
+            old = _object(file)
         except FileNotFoundError:
             write_text(file, json.dumps(new, indent=1) + "\n")
             return
@@ -145,7 +145,7 @@ class RunFolder:
         """How the run ended; None if it has not."""
         file = self.path / "result.json"
         try:
-            return Result(self.path, json.loads(file.read_text(encoding="utf-8")))
+            return Result(self.path, _object(file, "status", "test_read"))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -163,13 +163,13 @@ class RunFolder:
         if not self._metrics.exists():
             return []
         rows = []
-        for line in self._metrics.read_text(encoding="utf-8").splitlines():
+        for line in self._metrics.read_bytes().splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:  # the last line of a killed process
+                if row["step"] <= step:
+                    rows.append(row)
+            except (ValueError, TypeError, KeyError):  # of a killed process, or a broken disk
                 continue
-            if row["step"] <= step:
-                rows.append(row)
         write_text(self._metrics, "".join(dumps(row) + "\n" for row in rows))
         return rows
 
@@ -199,6 +199,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _object(file: Path, *keys: str) -> dict[str, Any]:
+    """What a file of JSON holds; ValueError if that is no object with these keys."""
+    found = json.loads(file.read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError("it should hold one JSON object")
+    if missing := [key for key in keys if key not in found]:
+        raise ValueError(f"it has no {missing[0]}")
+    return found
 
 
 def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
