@@ -157,6 +157,30 @@ def test_data_that_is_not_there_is_told_once_and_before_anything_starts(tmp_path
     assert not out.exists()
 
 
+def test_starting_over_needs_the_data_before_it_deletes_anything(tmp_path, capsys):
+    folder = tmp_path / "runs/vit-cifar10/small/baseline/seed0"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text("{}")
+    call = ["vit-cifar10", "--variants", "baseline", "--restart", "--data", str(tmp_path / "none")]
+    assert main(call) == 2
+    assert "cifar10_jpeg_train.parquet" in capsys.readouterr().err
+    assert (folder / "result.json").exists()
+
+
+def test_what_was_started_over_goes_on_without_starting_over_again(tmp_path, capsys, monkeypatch):
+    assert main([*SMOKE, "--restart", "--time-limit", "0"]) == 1
+    assert "The same command without --restart goes on" in capsys.readouterr().out
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run_many", interrupted)
+    assert main([*SMOKE, "--restart"]) == 130
+    assert "The same command without --restart goes on" in capsys.readouterr().err
+    assert main(SMOKE) == 130
+    assert "The same command goes on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

@@ -314,7 +314,9 @@ def run(
         overrides=dict(args.settings),
         grid=grid,
     )
-    _check([r.config for r in runs if not (r.folder / "result.json").exists()], args.data)
+    # To start over is to delete what is there: not for a training that cannot begin.
+    due = [r for r in runs if args.restart or not (r.folder / "result.json").exists()]
+    _check([r.config for r in due], args.data)
     if _several() and args.jobs > 1:
         raise RunError("--jobs is for one process; torchrun and accelerate started several")
     if _several() and _rank():
@@ -331,7 +333,7 @@ def run(
     counts = Counter(outcome.state for outcome in outcomes)
     say(f"{', '.join(f'{n} {state}' for state, n in counts.items())}; runs are in {args.out}")
     if counts["stopped"]:
-        say("The same command goes on with what was stopped.")
+        say(f"The same command{_without(args)} goes on with what was stopped.")
     return 1 if counts["stopped"] or counts["failed"] else 0
 
 
@@ -348,6 +350,10 @@ def _check(configs: Sequence[Config], folder: Path | None) -> None:
         build(model, 10, size)
 
 
+def _without(args: argparse.Namespace) -> str:
+    return " without --restart" if args.restart else ""
+
+
 def _silent(text: str) -> None:
     pass
 
@@ -356,11 +362,12 @@ def _as_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def interruptible(work: Callable[[], int]) -> int:
+def interruptible(work: Callable[[], int], without: str = "") -> int:
     """The exit code of a command that trains, whatever ends it.
 
     SIGTERM, and SIGHUP where it is not ignored, end it as Ctrl-C does: with checkpoints, and with
-    no worker left behind (130). Mistakes are told (2).
+    no worker left behind (130); ``without`` is what the command has to do without to go on then.
+    Mistakes are told (2).
     """
     for number in heard():
         if number != signal.SIGINT:
@@ -369,7 +376,7 @@ def interruptible(work: Callable[[], int]) -> int:
         return work()
     except (KeyboardInterrupt, Interrupted) as error:
         said = f"{error}. " if str(error) else ""
-        print(f"{said}The same command goes on from here.", file=sys.stderr)
+        print(f"{said}The same command{without} goes on from here.", file=sys.stderr)
         return 130
     except ConditioningError as error:
         process = f" (process {_rank()})" if _rank() else ""
@@ -388,7 +395,7 @@ def main(argv: Sequence[str] | None = None, **more: Any) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    return interruptible(lambda: run(args))
+    return interruptible(lambda: run(args), _without(args))
 
 
 if __name__ == "__main__":
