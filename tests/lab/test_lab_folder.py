@@ -1,5 +1,6 @@
 """A run's folder: every file whole, and no number lost or doubled."""
 
+import errno
 import json
 import math
 
@@ -98,6 +99,19 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         RunFolder(tmp_path / "file" / "run"),
     ):
         pass
+
+
+def test_a_drive_without_locks_is_not_taken_for_one_in_use(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    with RunFolder(tmp_path), pytest.raises(RunError, match="another process is training"):
+        RunFolder(tmp_path).__enter__()
+
+    def refused(*_):  # as Lustre does unless it is mounted otherwise
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with RunFolder(tmp_path) as files:
+        files.claim(config(), resume=True)
 
 
 def test_numbers_that_json_does_not_have():

@@ -1,5 +1,6 @@
 """Runs as they may lie on disk: whole, cut short, damaged, twice, somewhere else."""
 
+import errno
 import fcntl
 import json
 import os
@@ -89,6 +90,20 @@ def test_a_lock_says_whether_somebody_is_training(tmp_path):
             os.utime(file, (0, 0))
         assert one(folder).state == "running"
     assert one(folder).state == "stopped"  # killed: the file is there, its lock is not
+
+
+def test_without_locks_the_time_of_the_last_write_says_it(tmp_path, monkeypatch):
+    folder = Fake(state="stopped").write(tmp_path)
+    (folder / ".lock").touch()
+
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert one(folder).state == "running"
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    assert one(folder).state == "stopped"
 
 
 def test_a_diverged_run_is_a_failure_and_not_a_number(tmp_path):

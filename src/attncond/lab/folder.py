@@ -5,6 +5,7 @@ config.json comes first, metrics.jsonl grows by a line for each evaluation, resu
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from attncond.errors import ConditioningError
 from attncond.lab.config import Config
 
 __all__ = ["Interrupted", "Result", "RunError", "RunFolder", "dumps", "plain", "run_path"]
+__all__ += ["taken"]
 
 _OWN = ("metrics.jsonl", "history.jsonl", "result.json", "model.safetensors", "config.json")
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
@@ -93,18 +95,12 @@ class RunFolder:
             raise RunError(
                 f"{self.path} cannot be written: {error.strerror}. Choose another folder with --out"
             ) from error
-        try:
-            import fcntl
-
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # no such locks on this system
-            pass
-        except OSError as error:
+        if taken(self._lock) is False:
             self._lock.close()
             raise RunError(
                 f"another process is training in {self.path}; wait for it, or choose another "
                 "folder with --out"
-            ) from error
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -185,6 +181,19 @@ class RunFolder:
                 f"{self._metrics} cannot be written: {error.strerror}. Make room, and the same "
                 "command goes on"
             ) from error
+
+
+def taken(file: IO[str], shared: bool = False) -> bool | None:
+    """Lock a file: False if somebody else has; None where the system or the drive has no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except ImportError:
+        return None
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

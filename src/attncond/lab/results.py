@@ -18,6 +18,7 @@ from typing import Any
 
 from attncond.errors import ConditioningError
 from attncond.lab.curves import Curves
+from attncond.lab.folder import taken
 from attncond.lab.runs import ResultsError, Run, State, number
 
 __all__ = ["Progress", "ResultsError", "Run", "collect", "dumps", "load_runs", "status"]
@@ -207,22 +208,22 @@ def _state(
     lock = folder / ".lock"
     if lock.exists():
         return "running" if _locked(lock) else "stopped"
-    written = [p.stat().st_mtime for p in folder.iterdir() if p.exists()]
-    return "running" if time.time() - max(written, default=0.0) < RUNNING else "stopped"
+    return "running" if _fresh(folder) else "stopped"
 
 
 def _locked(path: Path) -> bool:
     """Whether the process that holds a run's folder is alive; it may be on another machine."""
     try:
-        import fcntl
-
         with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except ImportError:
-        return time.time() - path.stat().st_mtime < RUNNING
+            free = taken(file, shared=True)
     except OSError:
         return True
-    return False
+    return _fresh(path.parent) if free is None else not free
+
+
+def _fresh(folder: Path) -> bool:
+    written = [p.stat().st_mtime for p in folder.iterdir() if p.exists()]
+    return time.time() - max(written, default=0.0) < RUNNING
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any] | None:
