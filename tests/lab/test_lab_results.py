@@ -45,6 +45,15 @@ def test_paths_may_be_a_run_a_root_or_a_pattern(tmp_path):
     assert len(load_runs([tmp_path, tmp_path / "vit-cifar10"])) == 4
 
 
+def test_links_are_followed_and_not_in_a_ring(tmp_path):
+    Fake(seed=1).write(tmp_path / "scratch")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "vit-cifar10").symlink_to(tmp_path / "scratch" / "vit-cifar10")
+    (tmp_path / "runs" / "ring").symlink_to(tmp_path / "runs")
+    (found,) = load_runs([tmp_path / "runs"], once=False)
+    assert found.seed == 1
+
+
 def test_nothing_found_says_what_was_looked_for(tmp_path):
     with pytest.raises(ResultsError, match=r"no runs in .*config\.json.*attncond lab run"):
         load_runs([tmp_path])

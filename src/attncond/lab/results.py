@@ -118,8 +118,13 @@ def _places(paths: Sequence[str]) -> list[Path]:
 
 
 def _below(root: Path) -> list[Path]:
-    found = []
-    for folder, below, files in os.walk(root):
+    found, seen = [], set()
+    for folder, below, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # links may lead in a ring
+            below.clear()
+            continue
+        seen.add(real)
         below.sort()
         if "config.json" in files or "result.json" in files:
             found.append(Path(folder))
