@@ -17,7 +17,8 @@ from distributed_runs import CASES, config
 from safetensors.torch import load_file
 
 import attncond as ac
-from attncond.lab.distributed import blocks
+from attncond.lab.distributed import accelerated, blocks
+from attncond.lab.recipe import load
 from attncond.lab.train import train
 from attncond.lab.trained import make
 
@@ -137,3 +138,11 @@ def test_every_attention_has_a_block_to_shard(name):
     assert len(found) == len(ac.inspect(model).sites)
     inside = {id(m) for block in found for m in block.modules()} - {id(b) for b in found}
     assert not any(id(block) in inside for block in found)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_accumulates_is_the_recipe_s(parts, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    asked = load("digits").config("smoke", "gap", 0, {"train.accumulate": parts})
+    with accelerated(asked) as accelerator:
+        assert accelerator.gradient_accumulation_steps == parts

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object
+from accelerate.utils import GradientAccumulationPlugin, gather_object
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -41,7 +41,8 @@ def accelerated(config: Config) -> Iterator[Accelerator]:
         accelerator = Accelerator(
             mixed_precision=precision,
             cpu=not torch.accelerator.is_available(),  # else each process would be the only one
-            gradient_accumulation_steps=config.train.accumulate,
+            # As a plugin: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment beats a number.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(config.train.accumulate),
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharding() else None,
         )
         world, parts = accelerator.num_processes, config.train.accumulate
