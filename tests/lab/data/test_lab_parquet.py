@@ -98,8 +98,15 @@ def test_damaged_inside(folder):
     whole = bytearray((folder / CIFAR.train).read_bytes())
     whole[100:4000] = bytes(3900)
     (folder / CIFAR.train).write_bytes(whole)
-    with pytest.raises(DataError, match=r"cifar10_jpeg_train\.parquet"):
-        load(Data("cifar10", 32), folder)
+    refused(folder, str(folder / CIFAR.train), CIFAR.origin)
+
+
+def test_damaged_in_a_page(folder, monkeypatch):
+    def unreadable(*_, **__):  # as pyarrow says it: an error of the system that the system has not
+        raise OSError("Invalid BYTE_ARRAY value")
+
+    monkeypatch.setattr(pq.ParquetFile, "read", unreadable)
+    refused(folder, str(folder / CIFAR.train), "no whole Parquet file", "get it again")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +129,7 @@ def test_damaged_inside(folder):
 )
 def test_wrong_content(folder, changed, words):
     pq.write_table(columns(**changed), folder / CIFAR.train)
-    refused(folder, *words)
+    refused(folder, str(folder / CIFAR.train), CIFAR.origin, *words)
 
 
 def test_no_rows(folder):

@@ -99,6 +99,10 @@ def read_binary(paths: list[Path], what: BinarySet) -> Split:
         parts.append(content.reshape(-1, record))
     rows = torch.from_numpy(np.concatenate(parts))
     labels = rows[:, what.label_bytes - 1].long()
-    checked_labels(labels, what.classes, ", ".join(path.name for path in paths))
+    names = ", ".join(path.name for path in paths)
+    try:
+        checked_labels(labels, what.classes, f"{paths[0].parent}: {names}")
+    except DataError as error:
+        raise DataError(f"{error}. Get {what.archive} again") from error
     images = rows[:, what.label_bytes :].reshape(-1, 3, _SIZE, _SIZE).contiguous()
     return Split(images, labels, what.mean, what.std)

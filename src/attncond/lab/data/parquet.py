@@ -85,8 +85,12 @@ def parquet_files(folder: Path, what: ParquetSet) -> list[Path]:
 def read_parquet(path: Path, what: ParquetSet) -> Split:
     """All images of one file, decoded, in the order of its rows."""
     encoded, labels = _columns(path, what)
-    checked_labels(labels, what.classes, path.name)
-    return Split(decoded(encoded, what.size, path.name), labels, what.mean, what.std)
+    try:
+        checked_labels(labels, what.classes, str(path))
+        images = decoded(encoded, what.size, str(path))
+    except DataError as error:
+        raise DataError(f"{error}. {what.origin}") from error
+    return Split(images, labels, what.mean, what.std)
 
 
 def _columns(path: Path, what: ParquetSet) -> tuple[list[bytes | None], Tensor]:
@@ -94,25 +98,25 @@ def _columns(path: Path, what: ParquetSet) -> tuple[list[bytes | None], Tensor]:
     try:
         with reading(path):
             file = parquet.ParquetFile(path)
-            _check_columns(path, file.schema_arrow, arrow)
+            _check_columns(path, file.schema_arrow, arrow, what)
             table = file.read(columns=list(_COLUMNS))
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is no whole Parquet file ({path.stat().st_size:,} bytes): it was cut off or "
             f"damaged on its way; get it again. {what.origin}"
         ) from error
     if table["label"].null_count:
-        raise DataError(f"{path.name}: {table['label'].null_count} rows have no label")
+        raise DataError(f"{path}: {table['label'].null_count} rows have no label. {what.origin}")
     labels = torch.from_numpy(table["label"].to_numpy().astype(np.int64))
     return table["image"].to_pylist(), labels
 
 
-def _check_columns(path: Path, schema: Any, arrow: Any) -> None:
+def _check_columns(path: Path, schema: Any, arrow: Any, what: ParquetSet) -> None:
     found = ", ".join(f"{field.name}: {field.type}" for field in schema)
     wanted = "image: binary and label: integer"
     if not set(_COLUMNS) <= set(schema.names):
-        raise DataError(f"{path.name} has columns {found}; it needs {wanted}")
+        raise DataError(f"{path} has columns {found}; it needs {wanted}. {what.origin}")
     image, label = schema.field("image").type, schema.field("label").type
     binary = arrow.types.is_binary(image) or arrow.types.is_large_binary(image)
     if not binary or not arrow.types.is_integer(label):
-        raise DataError(f"{path.name} has columns {found}; it needs {wanted}")
+        raise DataError(f"{path} has columns {found}; it needs {wanted}. {what.origin}")
