@@ -272,6 +272,8 @@ def test_a_deit_learns_with_both_heads_and_from_a_teacher(tmp_path):
         quiet(config(recipe="deit-cifar10", **settings), tmp_path / how)
         losses[how] = rows(tmp_path / how)[-1]["train_loss"]
     assert len(set(losses.values())) == 3
+    with pytest.raises(RunError, match=r"train.teacher: .*teacher does not take images of"):
+        quiet(config(recipe="deit-cifar10", data__image_size=32, **settings), tmp_path / "larger")
     settings["train__teacher"] = tmp_path / "nobody"
     with pytest.raises(RunError, match=r"no finished run in .*nobody"):
         quiet(config(recipe="deit-cifar10", **settings), tmp_path / "orphan")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import attncond as ac
 from attncond.lab.folder import RunError
 from attncond.lab.recipe import load
-from attncond.lab.trained import certified, load_trained, make
+from attncond.lab.trained import certified, load_teacher, load_trained, make
 
 CLASSES, WIDTH = 10, 32
 
@@ -114,6 +114,16 @@ def test_a_result_of_something_else_is_refused(tmp_path, values):
     (tmp_path / "result.json").write_text(json.dumps(values))
     with pytest.raises(RunError, match=r"result\.json .*is not that of a run"):
         load_trained(tmp_path)
+
+
+def test_a_teacher_has_to_know_the_images_and_the_classes(tmp_path):
+    written(tmp_path)
+    images = torch.zeros(2, 1, 8, 8)
+    assert load_teacher(tmp_path, images, 10)(images).shape == (2, 10)
+    with pytest.raises(RunError, match=r"train.teacher: .* tells 10 classes apart, the data has 3"):
+        load_teacher(tmp_path, images, 3)
+    with pytest.raises(RunError, match=r"train.teacher: .* not take images of \(1, 16, 16\)"):
+        load_teacher(tmp_path, torch.zeros(1, 1, 16, 16), 10)
 
 
 def test_weights_of_another_run_are_refused(tmp_path):

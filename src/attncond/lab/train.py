@@ -46,7 +46,7 @@ from attncond.lab.optim import parameter_groups
 from attncond.lab.progress import Progress, tensorboard
 from attncond.lab.state import State
 from attncond.lab.timing import WARM_UP, Stop
-from attncond.lab.trained import certified, load_trained, make
+from attncond.lab.trained import certified, load_teacher, make
 from attncond.monitor import Monitor
 
 __all__ = ["cosine", "train"]
@@ -159,7 +159,9 @@ def _train(
     if certificates["start"]:
         certificates["lam_over_sigma"] = certificates["start"]["lam_over_sigma"]
     with together(accelerator):
-        teacher = load_trained(Path(t.teacher)).to(device) if t.teacher else None
+        teacher = None
+        if t.teacher:
+            teacher = load_teacher(Path(t.teacher), example, source.classes).to(device)
     loss_of = objective
     if t.compile:
         graphs = device.type == "cuda" and world == parts == 1

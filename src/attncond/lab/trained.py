@@ -6,9 +6,10 @@ import json
 import statistics
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from attncond.conditioning import Handle, condition
 from attncond.lab.config import Config
@@ -16,7 +17,7 @@ from attncond.lab.folder import RunError
 from attncond.lab.models import build
 from attncond.weights import take
 
-__all__ = ["certified", "load_trained", "make"]
+__all__ = ["certified", "load_teacher", "load_trained", "make"]
 
 
 def make(config: Config, classes: int, channels: int) -> tuple[nn.Module, list[Handle]]:
@@ -51,6 +52,29 @@ def certified(handles: list[Handle]) -> dict[str, float | int | None] | None:
         "sigma_mean": statistics.fmean(norms),
         "lam_over_sigma": statistics.fmean(ratios) if ratios else None,
     }
+
+
+def load_teacher(folder: Path, example: Tensor, classes: int) -> nn.Module:
+    """The model of a finished run that can teach one of these images and classes.
+
+    Raises:
+        RunError: There is no finished run, or it has learned other classes or images.
+    """
+    model = load_trained(folder)
+    try:
+        with torch.no_grad():
+            found = model(example[:1].cpu()).shape[-1]
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"train.teacher: the model in {folder} does not take images of "
+            f"{tuple(example.shape[1:])}: {error}"
+        ) from error
+    if found != classes:
+        raise RunError(
+            f"train.teacher: the model in {folder} tells {found} classes apart, the data has "
+            f"{classes}: it has learned another data set"
+        )
+    return model
 
 
 def load_trained(folder: Path) -> nn.Module:
