@@ -81,8 +81,9 @@ class Curves:
         return found[0] if found and self.steps[0] == 0 else None
 
     def last(self, column: str) -> float | None:
-        """The last value there is."""
-        return next((v for v in reversed(self.values.get(column, ())) if v is not None), None)
+        """The value of the last record; None where it has none, whatever those before it had."""
+        found = self.values.get(column)
+        return found[-1] if found else None
 
     def points(self, column: str) -> dict[int, float]:
         """Step -> value, where there is one."""
