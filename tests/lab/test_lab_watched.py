@@ -92,6 +92,26 @@ def test_a_variant_that_nobody_watched_is_refused_with_a_command(vit):
         overview("3", "XCiT-M")(vit, None)
 
 
+def test_a_curve_without_any_value_is_told(tmp_path):
+    folder = Fake(watch=True, lam=0.0).write(tmp_path)
+    Fake("spectral", methods=("spectral",), watch=True).write(tmp_path)
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    for place, line in enumerate(lines):
+        record = json.loads(line)
+        for row in record.get("rows", ()):
+            del row["values"]["jacobian_kappa"]  # as it is where float64 does not resolve it
+        lines[place] = json.dumps(record)
+    (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
+    found = group(load_runs([tmp_path]))
+    for draw in (overview("2", "ViT-B"), jacobian("8", "ViT-B")):
+        image = draw(found, None)
+        assert "κ, baseline" not in labels(image.axes[-1])
+        assert "baseline 1 seed, spectral 1 seed." in caption(image)
+        assert "float64 cannot resolve" in caption(image)
+        assert "Without any value: κ, baseline." in caption(image)
+    assert "Without" not in caption(separate("5", "ViT-B", "kappa")(found, None))
+
+
 def test_one_seed_and_no_baseline_is_still_a_figure(tmp_path):
     Fake("spectral", methods=("spectral",), watch=True).write(tmp_path)
     image = overview("2", "ViT-B")(group(load_runs([tmp_path])), None)

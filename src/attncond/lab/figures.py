@@ -14,6 +14,7 @@ from attncond.lab.compare import Group, Setting, Study, group
 from attncond.lab.drawing import BLUE, GREY, ORANGE
 from attncond.lab.runs import ResultsError, Run, number
 from attncond.lab.watched import (
+    UNRESOLVED,
     Draw,
     condition_numbers,
     is_called,
@@ -155,7 +156,7 @@ def _lambda(study: Study, variant: str | None) -> Any:
     failed = sum(g.diverged for g in setting.groups if g.spectral)
     caption = (
         f"{setting.model} on {setting.own}: {_range(counts)}, mean ± one std; κ is the geometric "
-        "mean over layers and seeds, of the Jacobian that of each layer's worst head."
+        f"mean over layers and seeds, of the Jacobian that of each layer's worst head. {UNRESOLVED}"
         + (f" {failed} runs diverged and are not in the means." if failed else "")
     )
     return drawing.finish(image, "Accuracy and conditioning over λ (paper: Table 5)", caption)

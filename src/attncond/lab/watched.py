@@ -14,6 +14,7 @@ from attncond.lab.runs import ResultsError, Run
 from attncond.methods import Precondition, Spectral
 
 __all__ = [
+    "UNRESOLVED",
     "Draw",
     "condition_numbers",
     "is_called",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 Draw = Callable[[Study, str | None], Any]
+UNRESOLVED = "A κ that float64 cannot resolve, which is a large one, is left out."
 _ROLES = {"q": ("$W_Q$", BLUE), "k": ("$W_K$", ORANGE), "v": ("$W_V$", GREEN)}
 _SYMBOLS = {"sigma_min": r"$\sigma_{\min}$", "sigma_max": r"$\sigma_{\max}$", "kappa": "κ"}
 
@@ -37,12 +39,16 @@ class Choice:
     stock: Group | None
     variant: Group
     drawn: set[tuple[str, str]] = field(default_factory=set)  # (run, column)
+    absent: list[str] = field(default_factory=list)  # curves that have no value
 
     def curve(
         self, ax: Any, g: Group | None, column: str, colour: str, style: str, label: str
     ) -> None:
         """Mean and spread over the seeds of ``g``, over epochs where they are known."""
         if g is None:
+            return
+        if not _watched(g, column):
+            self.absent.append(label)
             return
         points, in_epochs = [], True
         for run in _watched(g, column):
@@ -83,6 +89,10 @@ class Choice:
         columns = {column for _, column in self.drawn}
         if any(column.startswith("jacobian") for column in columns) and over == "layers":
             text += " Jacobian: the worst head of each layer on a fixed probe."
+        if any(column.startswith("jacobian") for column in columns):
+            text += " " + UNRESOLVED
+        if self.absent:
+            text += f" Without any value: {', '.join(dict.fromkeys(self.absent))}."
         if "jacobian_paper_bound" in columns:
             text += (
                 " The right side of Thm 3.4 is not a bound (docs/theory.md), the certificate is."
@@ -180,7 +190,7 @@ def _choose(
     choices: list[tuple[bool, int, Choice]] = []
     for setting in study:
         watched = [g for g in setting.groups if _watched(g, column)]
-        stock = next((g for g in watched if g.is_baseline), None)
+        stock = next((g for g in setting.groups if g.is_baseline and _watched(g)), None)
         ranked = [g for method in prefer for g in watched if g.first.methods == (method,)]
         ranked += [g for g in watched if not (g.is_baseline or g.is_tuned)]
         if variant is not None:
