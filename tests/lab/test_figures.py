@@ -1,5 +1,6 @@
 """Figures: they are drawn from what there is, say what it is, and refuse by name what is not."""
 
+import itertools
 import math
 
 import pytest
@@ -107,6 +108,21 @@ def test_a_collapse_does_not_flatten_the_curve(runs):
     ax = drawn("lambda", runs).axes[0]
     assert ax.get_ylim()[0] > 60
     assert any(t.get_text().startswith("30.") for t in ax.texts)  # the paper's λ, told in numbers
+
+
+def test_panels_over_lambda_have_one_axis_with_ticks_that_do_not_overlap(tmp_path):
+    Fake(watch=True, lam=0.0).write(tmp_path)
+    for lam, watch in ((0.1, True), (0.5, True), (1, True), (10, False)):
+        methods = (f"spectral:lam={lam},preserve_norm=false",)
+        Fake(f"l{lam}", methods=methods, watch=watch, lam=lam / 0.6).write(tmp_path)
+    image = drawn("lambda", load_runs([tmp_path]))
+    image.canvas.draw()
+    assert len({ax.get_xlim() for ax in image.axes}) == 1
+    for ax in image.axes:
+        ticks = [*ax.get_xticklabels(), *ax.get_xticklabels(minor=True)]
+        boxes = sorted(t.get_window_extent().extents.tolist() for t in ticks if t.get_text())
+        assert len(boxes) > 2
+        assert all(a[2] < b[0] for a, b in itertools.pairwise(boxes))
 
 
 def test_the_spread_of_a_condition_number_is_a_factor():

@@ -10,8 +10,8 @@ from typing import Any
 
 from attncond.lab.runs import ResultsError
 
-__all__ = ["BLUE", "COLOURS", "GREEN", "GREY", "ORANGE", "band", "canvas", "empty", "finish"]
-__all__ += ["legend", "spans", "tidy", "whole_numbers"]
+__all__ = ["BLUE", "COLOURS", "GREEN", "GREY", "ORANGE", "band", "canvas", "decades", "empty"]
+__all__ += ["finish", "legend", "spans", "tidy", "whole_numbers"]
 
 # Okabe and Ito's palette, told apart with any kind of colour vision; lines differ in style as well.
 GREY, BLUE, ORANGE, GREEN = "#555555", "#0072B2", "#D55E00", "#009E73"
@@ -98,6 +98,18 @@ def empty(ax: Any, text: str) -> None:
 def whole_numbers(ax: Any) -> None:
     """Ticks for epochs."""
     ax.xaxis.get_major_locator().set_params(integer=True)
+
+
+def decades(ax: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis over these values, the same for all panels, and few plain ticks on it."""
+    low, high = min(values), max(values)
+    room = (high / low) ** 0.04
+    ax.set_xlim(low / room, high * room)
+    steps = (1, 2, 5) if high < 100 * low else (1,)
+    places = [m * 10.0**n for n in range(-9, 10) for m in steps]
+    shown = [x for x in places if low / room <= x <= high * room]
+    ax.set_xticks(shown, [f"{x:g}" for x in shown])
+    ax.set_xticks([], minor=True)
 
 
 def spans(ax: Any, factor: float) -> bool:

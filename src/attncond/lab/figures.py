@@ -145,6 +145,7 @@ def _lambda(study: Study, variant: str | None) -> Any:
                 mean, style = _mean(values(g), ratio), "--" if g.is_baseline else ":"
                 ax.axhline(mean, color=GREY, linestyle=style, linewidth=1.4, label=g.label)
         ax.set(xscale="log", xlabel=r"λ / $\sigma_{\max}$ at the start", ylabel=label)
+        drawing.decades(ax, [x for x, _ in _swept(setting)])
         if ratio:
             ax.set_yscale("log")
         if ax.containers:
