@@ -1,7 +1,9 @@
 """Rows of the tables: what is compared with what, rounded for the eye and unrounded for files."""
 
+import json
+
 import pytest
-from fabricate import NOTE, Fake
+from fabricate import NOTE, Fake, dump
 from scipy import stats
 
 from attncond.lab.compare import group
@@ -154,3 +156,20 @@ def test_notes_say_what_applies_and_nothing_else(setting, tmp_path):
     Fake("gap", methods=("gap",), watch=True).write(tmp_path / "more")
     (other,) = group(load_runs([tmp_path / "more"]))
     assert any("the Monitor watched more" in note for note in explained([line(other, "gap")]))
+
+
+def test_runs_without_test_are_counted_and_not_listed(tmp_path):
+    Fake().write(tmp_path)
+    for seed in (0, 1):
+        folder = Fake("gap", seed, methods=("gap",)).write(tmp_path)
+        result = json.loads((folder / "result.json").read_text())
+        dump(folder / "result.json", {**result, "test_accuracy": None})
+    for on in ("test", "validation"):
+        (found,) = group(load_runs([tmp_path]), on)
+        notes = explained([line(found, "baseline"), line(found, "gap")])
+        told = [note for note in notes if "unread" in note]
+        assert told == (
+            ["2 runs ended with the test set left unread: seeds has them as without test."]
+            if on == "test"
+            else []
+        )

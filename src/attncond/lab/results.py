@@ -26,6 +26,7 @@ __all__ = ["Progress", "ResultsError", "Run", "collect", "dumps", "load_runs", "
 FAMILY = "attncond.lab.runs/"
 SCHEMA = f"{FAMILY}1"
 TWICE = "the same run is also in"
+UNREAD = "it has no test accuracy: the test set was left unread"
 RUNNING = 600.0  # seconds: who has written nothing for longer is taken for stopped
 
 
@@ -188,7 +189,7 @@ def _folder(folder: Path) -> Run:
     metrics = _metrics(folder / "metrics.jsonl", notes)
     state = _state(folder, result, metrics)
     if state == "finished" and number((result or {}).get("test_accuracy")) is None:
-        notes.append("it has no test accuracy: the test set was left unread")
+        notes.append(UNREAD)
     return _known(Run(os.fspath(folder), config, metrics, result, state, tuple(notes)))
 
 
