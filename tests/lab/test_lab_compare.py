@@ -137,6 +137,18 @@ def test_costs_are_compared_on_the_same_hardware_only(tmp_path):
     assert setting.ratio(named(setting, "spectral"), "step_milliseconds") is None
 
 
+@pytest.mark.parametrize(("key", "value"), [("cores", 64), ("threads", 1)])
+def test_one_name_of_two_cpus_is_not_one_hardware(tmp_path, key, value):
+    cpu = {"device": "cpu", "name": "x86_64", "processes": 1, "cores": 8, "threads": 8}
+    Fake(hardware=cpu).write(tmp_path)
+    Fake("spectral", methods=("spectral",), hardware=cpu).write(tmp_path)
+    Fake("gap", methods=("gap",), hardware=cpu | {key: value}).write(tmp_path)
+    (setting,) = group(load_runs([tmp_path]))
+    gap, spectral = (g for g in setting.groups if not g.is_baseline)
+    assert setting.ratio(spectral, "step_milliseconds") == 1.0
+    assert setting.ratio(gap, "step_milliseconds") is None
+
+
 def test_memory_of_a_process_is_no_cost_of_a_run(tmp_path):
     cpu = {"device": "cpu", "name": "x86_64"}
     Fake(hardware=cpu).write(tmp_path)

@@ -340,8 +340,14 @@ def _on_validation(group: Group) -> float:
 
 def _hardware(group: Group) -> Any:
     known = [(run.result or {}).get("hardware") for run in group.runs if run.result]
-    found = [(h.get("name"), h.get("processes")) for h in known if isinstance(h, dict)]
+    found = [_machine(h) for h in known if isinstance(h, dict)]
     return found[0] if len(set(found)) == 1 else found
+
+
+def _machine(hardware: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What step times depend on; the name of a CPU says no more than x86_64."""
+    of_cpu = ("cores", "threads") if hardware.get("device") == "cpu" else ()
+    return tuple(hardware.get(key) for key in ("name", "processes", *of_cpu))
 
 
 def _watched(run: Run) -> str:
