@@ -37,6 +37,11 @@ def config(case):
     return load(recipe).config("smoke", variant, 0, settings)
 
 
+def normed():
+    """A model with batch norms."""
+    return load("xcit-cifar10").config("smoke", "baseline", 0, {"train.ema": "0.8"})
+
+
 def main(root):
     for kind in ("ddp", "fsdp"):
         os.environ["ACCELERATE_USE_FSDP"] = str(kind == "fsdp")
@@ -54,6 +59,8 @@ def main(root):
                 if rank == 0:
                     (root / kind / f"{name}.txt").write_text(str(error))
         train(config("polar"), root / kind / "stopped", progress=False)
+        for name in ("tested", "untested"):  # the second is tested by one process
+            train(normed(), root / kind / name, test=name == "tested", progress=False)
 
 
 if __name__ == "__main__":

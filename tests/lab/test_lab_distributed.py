@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_runs import CASES, config
+from distributed_runs import CASES, config, normed
 from safetensors.torch import load_file
 
 import attncond as ac
@@ -97,6 +97,13 @@ def test_one_process_goes_on_with_what_two_began(together, alone, kind):
     assert (folder / "checkpoints" / "step-00000010").is_dir()
     train(config("polar"), folder, progress=False)
     assert close(folder, alone / "polar")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_tested_is_what_is_saved(together, kind):
+    tested = json.loads((together / kind / "tested/result.json").read_text())
+    alone = train(normed(), together / kind / "untested", progress=False)
+    assert tested["test_loss"] == pytest.approx(alone.values["test_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

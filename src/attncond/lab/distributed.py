@@ -11,7 +11,9 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, gather_object
 from torch import nn
+from torch.distributed import broadcast
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from attncond.errors import ConditioningError
 from attncond.inspection import inspect
@@ -19,7 +21,8 @@ from attncond.lab.config import Config
 from attncond.lab.folder import RunError
 from attncond.lab.timing import Stop
 
-__all__ = ["SharedError", "accelerated", "agreed", "blocks", "sharding", "together", "wrap"]
+__all__ = ["SharedError", "accelerated", "agreed", "blocks", "sharding", "together"]
+__all__ += ["share_statistics", "wrap"]
 
 AGREE_EVERY = 10
 
@@ -102,6 +105,18 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     """The modules around each attention: a transformer's blocks."""
     paths = dict.fromkeys(site.path.rpartition(".")[0] for site in inspect(module))
     return [module.get_submodule(path) for path in paths if path]
+
+
+def share_statistics(accelerator: Accelerator, module: nn.Module) -> None:
+    """Give all processes what the first one's batch norms have counted: it is what is saved.
+
+    Each counts its own images, so that the model that is tested would be another in each.
+    """
+    if accelerator.num_processes > 1:
+        for norm in module.modules():
+            if isinstance(norm, _BatchNorm):
+                for buffer in norm.buffers(recurse=False):
+                    broadcast(buffer, src=0)
 
 
 def agreed(accelerator: Accelerator, stop: Stop, step: int) -> str | None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from attncond.lab.config import Config
 from attncond.lab.data import Batches
+from attncond.lab.distributed import share_statistics
 from attncond.methods import Spectral
 
 __all__ = ["Distillation", "compile_key", "compiled", "evaluate", "objective"]
@@ -79,6 +80,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """Mean loss and accuracy in per cent over all images, of all processes together."""
     module.eval()
+    share_statistics(accelerator, module)
     kind = accelerator.device.type
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     for images, labels in batches.epoch(0):

@@ -19,7 +19,8 @@ Several machines: the same command on each, which torchrun makes one job of (und
 The first process writes; the folder of the run has to be one that all of them can read. Whatever
 ends a run (Ctrl-C, SIGTERM from a scheduler, kill -9, a power cut), the same command goes on from
 its last checkpoint. ``batch_size`` is that of an optimizer step over all processes, so that the
-number of processes changes nothing but rounding, and the random numbers of drop path.
+number of processes changes nothing but rounding, the random numbers of drop path, and how many
+images a batch norm sees at once (XCiT's), as the number of parts (``accumulate``) does.
 """
 
 from __future__ import annotations
