@@ -5,6 +5,7 @@ from fabricate import Fake, study
 
 from attncond.lab.compare import group
 from attncond.lab.results import load_runs
+from attncond.lab.tables import table
 
 
 def settings(folder, on="test"):
@@ -48,6 +49,17 @@ def test_runs_of_other_epochs_data_or_models_are_not_compared(tmp_path):
     found = settings(tmp_path)
     assert sorted(len(s.groups[0].runs) for s in found) == [1, 1, 1, 1, 2]
     assert [s.architecture for s in found][-1] == "Swin-B"
+
+
+def test_settings_that_read_alike_are_told_apart(tmp_path):
+    Fake(accuracy=70.0, changes={"data.validation": 0.0}).write(tmp_path / "a")
+    Fake(accuracy=75.0).write(tmp_path / "b")
+    Fake(accuracy=76.0, recipe="deit-cifar10", model="deit_small32").write(tmp_path)
+    found = settings(tmp_path)
+    ends = ["epochs, data.validation=0.0", "epochs, data.validation=0.1", "20 epochs"]
+    assert [one.own.endswith(end) for one, end in zip(found, ends, strict=True)] == [True] * 3
+    assert [one.short.endswith(end) for one, end in zip(found, ends, strict=True)] == [True] * 3
+    assert "data" in table(1, load_runs([tmp_path])).columns  # which says of which a row is
 
 
 def test_names_tell_apart_what_differs(tmp_path):

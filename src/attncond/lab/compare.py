@@ -136,17 +136,18 @@ class Setting:
     form: str
     epochs: int
     groups: tuple[Group, ...]
+    apart: str = ""  # tells it from another of which all that is the same
 
     @property
     def own(self) -> str:
         """Where our numbers are from."""
-        return f"{self.data}, form {self.form}, {self.epochs} epochs"
+        return f"{self.data}, form {self.form}, {self.epochs} epochs{self.apart}"
 
     @property
     def short(self) -> str:
         """The same for a column."""
         size = self.groups[0].first.get("data.image_size", "?")
-        return f"{self.data_name} at {size}×{size}, {self.form}, {self.epochs} epochs"
+        return f"{self.data_name} at {size}×{size}, {self.form}, {self.epochs} epochs{self.apart}"
 
     @property
     def data_name(self) -> str:
@@ -289,21 +290,38 @@ def group(runs: Sequence[Run], on: str = "test") -> Study:
             parts = {k: v for k, v in flat(run.config).items() if k.startswith(_SETTING)}
             key = json.dumps(parts, sort_keys=True)
             settings.setdefault(key, {}).setdefault(run.experiment, []).append(run)
-    study = []
-    for experiments in settings.values():
+    study: dict[str, Setting] = {}
+    for key, experiments in settings.items():
         groups = [Group(tuple(found), on) for found in experiments.values()]
         groups = _told_apart(groups)
         ended = [g.first for g in groups if g.first.result] or [groups[0].first]
         run = ended[0]
         order = sorted(groups, key=lambda g: (not g.is_baseline, not g.is_tuned, g.label))
-        study.append(_setting(run, order))
+        study[key] = _setting(run, order)
     places = {name: place for place, name in enumerate(ARCHITECTURES)}
-    return sorted(study, key=lambda s: (places.get(s.architecture, 9), s.architecture, s.own))
+    found = _settings_apart(study)
+    return sorted(found, key=lambda s: (places.get(s.architecture, 9), s.architecture, s.own))
 
 
 def _setting(run: Run, groups: Sequence[Group]) -> Setting:
     model = str(run.get("model.name", "?"))
     return Setting(run.architecture, model, run.data, run.form, run.epochs, tuple(groups))
+
+
+def _settings_apart(study: Mapping[str, Setting]) -> list[Setting]:
+    """Say of settings that would read alike in what they differ: `data.validation=0.0` for one."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for key, one in study.items():
+        alike.setdefault((one.architecture, one.own), []).append(key)
+    found = []
+    for keys in alike.values():
+        parts = [json.loads(key) for key in keys]
+        names = sorted({name for each in parts for name in each})
+        differ = [n for n in names if any(p.get(n) != parts[0].get(n) for p in parts)]
+        for key, each in zip(keys, parts, strict=True):
+            told = "".join(f", {name}={each.get(name)}" for name in differ)
+            found.append(replace(study[key], apart=told))
+    return found
 
 
 ARCHITECTURES = ("ViT-B", "DeiT-B", "Swin-B", "XCiT-M", "DaViT-B")
