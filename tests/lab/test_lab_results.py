@@ -161,6 +161,15 @@ def test_a_damaged_result_is_told(tmp_path):
     assert "result.json" in run.notes[0]
 
 
+def test_methods_that_are_no_list_are_told(tmp_path):
+    folder = Fake().write(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    dump(folder / "config.json", {**config, "methods": 5})
+    run = one(folder)
+    assert run.state == "broken"
+    assert "its methods cannot be read" in run.notes[-1]
+
+
 def test_an_unknown_method_is_told(tmp_path):
     run = one(Fake(methods=("spektral",)).write(tmp_path))
     assert run.state == "broken"

@@ -197,8 +197,9 @@ def _known(run: Run) -> Run:
     """A run of a method that this version does not have cannot be compared: it is broken."""
     try:
         _ = run.methods
-    except ConditioningError as error:
-        return replace(run, state="broken", notes=(*run.notes, str(error)))
+    except (ConditioningError, TypeError) as error:
+        note = f"its methods cannot be read: {error}"
+        return replace(run, state="broken", notes=(*run.notes, note))
     return run
 
 
