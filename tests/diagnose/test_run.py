@@ -106,9 +106,11 @@ def test_an_unresolved_head_does_not_hide_another(two, monkeypatch):
         return real(job)
 
     monkeypatch.setattr(jacobians.Job, "solve", solve)
-    rows = [r.values for r in ac.diagnose(two, X, layers=[1]).rows]
+    rows = [r.values for r in ac.diagnose(two, X, layers=[0, 1]).rows if r.layer == 1]
     assert rows[2]["jacobian_kappa"] is None
     assert rows[0]["jacobian_kappa"] == rows[1]["jacobian_kappa"]
+    assert (rows[0]["jacobian_status"], rows[0]["jacobian_unresolved"]) == ("unresolved", 1)
+    assert rows[1]["jacobian_status"] == "closed form"
 
 
 def failing(job):

@@ -32,6 +32,15 @@ def test_what_is_not_finite_is_left_out_and_counted():
     assert curves.last("q_kappa") is None  # what was so at the start is not so at the end
 
 
+def test_a_layer_with_an_unresolved_head_has_no_worst_one():
+    known = {"jacobian_kappa": 10.0, "jacobian_certificate": 20.0}
+    curves = Curves.of(History("m", [record(0, known, known | {"jacobian_unresolved": 2.0})]))
+    assert curves.points("jacobian_kappa") == pytest.approx({0: 10.0})
+    assert curves.left_out["jacobian_kappa"] == 1
+    every = [known | {"jacobian_unresolved": 1.0}] * 2
+    assert Curves.of(History("m", [record(0, *every)])).points("jacobian_kappa") == {}
+
+
 def test_heads_are_taken_where_the_monitor_took_them():
     rows = (
         Row(0, "a", None, {"q_kappa": 7.0, "token_stable_rank": 3.0}),

@@ -75,6 +75,7 @@ COLUMNS: dict[str, str] = {
     "jacobian_path": "how it was computed: closed form, dense (the module's own code run again in "
     "float64 and differentiated) or matrix-free (the same, too large to write down: no κ)",
     "jacobian_status": "the path, unresolved, or why there is none",
+    "jacobian_unresolved": "heads whose κ is beyond float64; that of the whole is of the others",
 }
 
 TEXT = frozenset(("path", "cls", "kind", "jacobian_path", "jacobian_status"))

@@ -99,6 +99,7 @@ class Diagnosis:
         self.notes: list[str] = []
         self.troubles: list[str] = []
         self.skipped: Counter[str] = Counter()
+        self.unresolved: defaultdict[tuple[int, int], float] = defaultdict(float)
         self.ran = False
         self.measuring = False  # stays True where a measurement, not the model, raises
 
@@ -261,12 +262,17 @@ class Diagnosis:
                 values = {"jacobian_status": f"not measured: {error}"}
                 where = f"head {head} of {site.path or 'the model'}"
                 self.troubles.append(f"the Jacobian of {where} cannot be solved: {error!r}")
-            self.values[layer, call, head] |= values
+            beyond = float(values["jacobian_status"] == "unresolved")
+            self.values[layer, call, head] |= {**values, "jacobian_unresolved": beyond}
             whole = self.values[layer, call, None]
             whole["jacobian_status"] = values["jacobian_status"]
             new, old = values.get("jacobian_kappa"), whole.get("jacobian_kappa")
             if isinstance(new, float) and (not isinstance(old, float) or new > old):
                 whole |= {k: v for k, v in values.items() if v is not None}  # the worst head's
+            self.unresolved[layer, call] += beyond
+            whole["jacobian_unresolved"] = self.unresolved[layer, call]
+            if self.unresolved[layer, call]:  # then the worst κ is not known
+                whole["jacobian_status"] = "unresolved"
             self.clock.step()
         self.jobs.clear()
 

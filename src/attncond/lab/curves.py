@@ -117,6 +117,8 @@ class Curves:
 def _column(record: Record, name: str, by_head: bool) -> Iterable[float]:
     for row in record.rows:
         value = row.values.get(name)
+        if name.startswith("jacobian_") and row.values.get("jacobian_unresolved"):
+            value = math.inf  # the worst head is not among those that are known
         # Tokens are of a whole attention; all else is of heads, where there are rows of heads.
         whole = not by_head or name.startswith("token_")
         if value is not None and (row.head is None) == whole:
