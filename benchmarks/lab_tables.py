@@ -121,6 +121,47 @@ def _steps(runs: Sequence[Run], folder: Path) -> str:
     return "\n\n".join([*(f"`{command}`:" for command in sorted(commands)), shown.to_markdown()])
 
 
+STARTS = {
+    "baseline": "stock",
+    "spectral": "`Spectral()`",
+    "folded": "`Spectral()`, folded",
+    "mimetic": "mimetic initialisation",
+    "polar": "polar, norm kept",
+    "paper": "`Spectral.paper()`",
+    "gap": "`RemoveGap()`",
+    "precondition": "`Precondition()`",
+}
+
+
+def _start(runs: Sequence[Run], folder: Path) -> str:
+    """κ of the Jacobian before training."""
+    record = json.loads((folder.parent / "benchmarks" / "start_kappa.json").read_text("utf-8"))
+    settings, rows = record["settings"], []
+    for name, label in STARTS.items():
+        found = record["variants"][name]
+        count = len(found["heads"])
+        shown = [_power(found[key]) for key in ("jacobian_kappa", "jacobian_kappa_max")]
+        bounds = [_power(found[f"jacobian_{key}"]) for key in ("certificate", "paper_bound")]
+        resolved = f"{found['resolved']} of {count}"
+        rows.append((label, *shown, *bounds, resolved, f"{found['entropy']:.2f}"))
+    columns = (
+        *("start", "κ(J), geometric mean", "largest resolved", "certificate"),
+        *("right side of Thm 3.4", "heads resolved", "entropy, nats"),
+    )
+    what = (
+        f"`{record['command']}`: small ViT before its first step, {settings['images']} validation "
+        f"images, layers {', '.join(map(str, settings['layers']))}, all heads, "
+        f"{settings['tokens']} tokens, float64. {settings['data']}."
+    )
+    return (
+        f"{what}\n\n{Table('κ of the Jacobian at the start', columns, tuple(rows)).to_markdown()}"
+    )
+
+
+def _power(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
+
+
 def _pictures(names: Sequence[str], folder: Path) -> list[str]:
     files = {name: folder / f"figure-{name}.png" for name in names}
     return [f"![Figure {n}](../results/lab/{f.name})" for n, f in files.items() if f.exists()]
@@ -152,6 +193,7 @@ SECTIONS: dict[str, Section] = {
         _method("lam="),
         ["lambda"],
     ),
+    "start": _start,
     "layernorm": _section(
         "6", CALL.format("layernorm", 3), _on("cifar10"), lambda run: not run.get("model.norm")
     ),
