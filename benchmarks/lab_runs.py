@@ -4,21 +4,26 @@
     python benchmarks/lab_runs.py why --form smoke --out /tmp/runs     # to see that it runs
 
 What is finished is skipped and what was stopped goes on, so that the same command again continues.
-Stages that choose leave the test set unread. `attncond lab run` makes any single one of these runs.
+So is what is committed: --known names the collections, results/lab unless said otherwise. Stages
+that choose leave the test set unread. `attncond lab run` makes any single one of these runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from attncond.lab.results import load_runs
 from attncond.lab.run import MARGIN, Planned, interruptible, plan, run_many
+from attncond.lab.runs import Run
 from attncond.lab.timing import Starts
 
+ROOT = Path(__file__).parents[1]
 ALL = ("davit", "xcit", "swin", "deit", "vit")
 Part = tuple[Sequence[str], Sequence[str], Sequence[int]]  # architectures, variants, seeds
 
@@ -98,6 +103,25 @@ def runs(stage: str, form: str, out: Path) -> Iterator[Planned]:
         yield from plan(names, out, form=form, variants=variants, seeds=seeds)
 
 
+def known(places: Sequence[Path], test: bool) -> set[tuple[str, int, bool]]:
+    """Experiment, seed, and whether it was watched, of runs that have ended."""
+    found = set()
+    for run in load_runs(places, once=False) if places else ():
+        if run.state in ("finished", "diverged") and (
+            (run.result or {}).get("test_read") or not test
+        ):
+            found |= {
+                (run.experiment, run.seed, watched) for watched in {False, bool(run.curves.steps)}
+            }
+    return found
+
+
+def key(planned: Planned) -> tuple[str, int, bool]:
+    """The same of one that is to be run."""
+    run = Run("", json.loads(planned.config.model_dump_json()), (), None, "stopped")
+    return run.experiment, run.seed, planned.config.watch.every > 0
+
+
 def main() -> int:
     """Stage after stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -107,6 +131,8 @@ def main() -> int:
     parser.add_argument("--form", default="small")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--known", type=Path, nargs="*", default=[ROOT / "results" / "lab"])
+    parser.add_argument("--plan", action="store_true", help="only say what would be run")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--time-limit", type=float)
     args = parser.parse_args()
@@ -120,7 +146,16 @@ def all_of(args: argparse.Namespace) -> int:
     # One queue for all stages that read the test set, and one for those that do not: a worker that
     # waits for the last run of a stage is a part of the GPU that waits.
     for test, stages in itertools.groupby(args.stages, lambda stage: stage not in CHOOSE):
-        todo = {run.folder: run for stage in stages for run in runs(stage, args.form, args.out)}
+        there = known(args.known, test)
+        wanted = {run.folder: run for stage in stages for run in runs(stage, args.form, args.out)}
+        todo = {folder: run for folder, run in wanted.items() if key(run) not in there}
+        print(
+            f"{len(todo)} runs to make, {len(wanted) - len(todo)} are in the collections",
+            flush=True,
+        )
+        if args.plan:
+            print(*todo, sep="\n")
+            continue
         found = run_many(
             list(todo.values()),
             jobs=args.jobs,

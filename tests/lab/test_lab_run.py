@@ -364,7 +364,7 @@ def benchmark():
 def test_the_benchmarks_stages_share_a_time_limit_and_what_was_learnt(monkeypatch, tmp_path):
     module, calls = benchmark(), []
     monkeypatch.setattr(module, "run_many", lambda runs, **how: calls.append(how) or [])
-    call = ["lab_runs.py", "rates", "why", "--out", str(tmp_path), "--time-limit", "100"]
+    call = ["lab_runs.py", "rates", "why", "--known", "--out", str(tmp_path), "--time-limit", "100"]
     monkeypatch.setattr(sys, "argv", call)
     assert module.main() == 0
     assert abs(calls[0]["deadline"] - time.time() - 100 + runner.MARGIN) < 10
@@ -373,6 +373,24 @@ def test_the_benchmarks_stages_share_a_time_limit_and_what_was_learnt(monkeypatc
     monkeypatch.setattr(sys, "argv", call[:-2])
     assert module.main() == 0
     assert calls[-1]["deadline"] is None
+
+
+def test_the_benchmark_makes_no_run_that_is_committed(monkeypatch, tmp_path):
+    module, planned = benchmark(), []
+    monkeypatch.setattr(module, "run_many", lambda runs, **how: planned.extend(runs) or [])
+    smoke = {"form": "smoke", "seeds": [0]}
+    (run,) = plan(["vit-cifar10"], tmp_path / "a", variants=["mimetic"], **smoke)
+    run_many([run])
+    call = ["lab_runs.py", "why", "--form", "smoke", "--out", str(tmp_path / "b"), "--known"]
+    monkeypatch.setattr(sys, "argv", [*call, str(tmp_path / "a")])
+    assert module.main() == 0
+    names = {(p.config.variant, p.config.seed) for p in planned}
+    assert len(names) == 11
+    assert ("mimetic", 0) not in names
+    watched = plan(["vit-lambda"], tmp_path, variants=["mimetic"], **smoke)[0]
+    known = module.known([tmp_path / "a"], True)
+    assert module.key(run) in known
+    assert module.key(watched) not in known  # it would have been watched
 
 
 def test_the_benchmark_stops_as_the_command_does(monkeypatch, tmp_path, capsys):
