@@ -180,10 +180,13 @@ def _decoder(module: nn.Module) -> Any:
 
 
 class _SelectAll(nn.Module):
-    """Stands for the indexer of sparse attention: every token is selected."""
+    """Stands for the indexer of sparse attention: every token is selected.
+
+    transformers before 5.23 adds what it says to the mask, which then shifts all logits alike.
+    """
 
     def forward(self, x: Tensor, position: Any, mask: Tensor, past: Any) -> Tensor:
-        return torch.zeros_like(mask)
+        return torch.ones_like(mask, dtype=torch.bool)
 
 
 def _sparse() -> nn.Module:
