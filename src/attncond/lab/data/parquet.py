@@ -95,16 +95,18 @@ def read_parquet(path: Path, what: ParquetSet) -> Split:
 
 def _columns(path: Path, what: ParquetSet) -> tuple[list[bytes | None], Tensor]:
     arrow, parquet = required("pyarrow", what.title), required("pyarrow.parquet", what.title)
-    try:
-        with reading(path):
+    with reading(path):
+        try:
             file = parquet.ParquetFile(path)
             _check_columns(path, file.schema_arrow, arrow, what)
             table = file.read(columns=list(_COLUMNS))
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path} is no whole Parquet file ({path.stat().st_size:,} bytes): it was cut off or "
-            f"damaged on its way; get it again. {what.origin}"
-        ) from error
+        except (arrow.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # the file system's, not Arrow's
+                raise
+            raise DataError(
+                f"{path} is no whole Parquet file ({path.stat().st_size:,} bytes): it was cut off "
+                f"or damaged on its way; get it again. {what.origin}"
+            ) from error
     if table["label"].null_count:
         raise DataError(f"{path}: {table['label'].null_count} rows have no label. {what.origin}")
     labels = torch.from_numpy(table["label"].to_numpy().astype(np.int64))

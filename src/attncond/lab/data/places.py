@@ -47,13 +47,11 @@ def reading(path: Path) -> Iterator[None]:
             "with --data or ATTNCOND_DATA"
         ) from error
     except OSError as error:
-        if error.errno is None:  # a library's, about what is in a file
-            raise
         advice = {
             errno.EIO: "the disk or the network drive reports a failure",
             errno.EISDIR: "it is a folder, not a file",
             errno.ENOTDIR: "a part of the path is a file, not a folder",
-        }.get(error.errno, "check the path and the drive")
+        }.get(error.errno or 0, "check the path and the drive")
         raise DataError(f"{path} cannot be read ({error.strerror or error}): {advice}") from error
 
 
