@@ -135,7 +135,10 @@ STARTS = {
 
 def _start(runs: Sequence[Run], folder: Path) -> str:
     """κ of the Jacobian before training."""
-    record = json.loads((folder.parent / "benchmarks" / "start_kappa.json").read_text("utf-8"))
+    file = folder.parent / "benchmarks" / "start_kappa.json"
+    if not file.exists():
+        return "Not measured yet: `python benchmarks/start_kappa.py --data DIR`."
+    record = json.loads(file.read_text(encoding="utf-8"))
     settings, rows = record["settings"], []
     for name, label in STARTS.items():
         found = record["variants"][name]
