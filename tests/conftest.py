@@ -7,9 +7,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-# Shells start background jobs with Ctrl-C ignored, which all processes below would inherit.
+# Shells start background jobs with Ctrl-C ignored, and nohup ignores a closed terminal, which all
+# processes below would inherit.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
