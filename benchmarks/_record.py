@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import attncond
+from attncond.files import write_text
 
 
 def _without_destination(words: list[str]) -> list[str]:
@@ -41,6 +42,4 @@ def write(path: Path, figures: dict[str, Any]) -> None:
         **figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(path)
+    write_text(path, json.dumps(record, indent=1) + "\n")

@@ -9,7 +9,6 @@ one rate for all). The accuracy reported is the last epoch's, never the best one
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import math
@@ -30,6 +29,7 @@ from attncond._version import __version__
 from attncond.conditioning import condition
 from attncond.diagnose import Report, diagnose
 from attncond.errors import ConditioningError
+from attncond.files import write_bytes
 from attncond.inspection import inspect
 from attncond.methods import Method, Precondition, RemoveGap, Spectral
 
@@ -353,19 +353,11 @@ def _diagnosed(model: nn.Module, variant: str, epochs: int, data: Digits) -> Rep
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is either the old one or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file in one piece; what is wrong with its folder is told."""
     try:
-        with open(temporary, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        write_bytes(path, content)
     except OSError as error:
         raise _unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _without_nan(value: Any) -> Any:
@@ -378,9 +370,8 @@ def _without_nan(value: Any) -> Any:
 
 
 def _unwritable(path: Path, error: OSError) -> DemoError:
-    return DemoError(
-        f"cannot write {path}: {error.strerror or error}. Choose another folder with --out."
-    )
+    what = f"cannot write {path}: {error.strerror}" if error.strerror else str(error)
+    return DemoError(f"{what}. Choose another folder with --out.")
 
 
 def _versions() -> dict[str, str]:

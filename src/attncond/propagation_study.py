@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attncond._version import __version__
+from attncond.files import write_text
 from attncond.propagation import (
     Stack,
     attention_matrix,
@@ -275,10 +276,8 @@ def circumstances(words: Sequence[str]) -> Record:
 
 def write(path: Path, record: Record) -> None:
     """Write a record as JSON, whole or not at all; what is not finite becomes null."""
-    part = path.with_suffix(".part")
     text = json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(path, text + "\n")
 
 
 def _plain(value: Any) -> Any:

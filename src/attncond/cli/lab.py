@@ -320,7 +320,7 @@ def collect_command(
 
 
 def _write(path: Path, text: str) -> None:
-    from attncond.diagnose.files import write_text
+    from attncond.files import write_text
 
     try:
         write_text(path, text)

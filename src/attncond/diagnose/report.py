@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.columns import COLUMNS, IDENTITY, TEXT
 from attncond.diagnose.compare import Comparison, check_report, compare
-from attncond.diagnose.files import write_text
 from attncond.diagnose.findings import Finding, find
 from attncond.errors import DiagnosisError
+from attncond.files import write_text
 from attncond.inspection import table
 
 if TYPE_CHECKING:

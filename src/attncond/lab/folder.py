@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from attncond.diagnose.files import write_text
 from attncond.errors import ConditioningError
+from attncond.files import write_text
 from attncond.lab.config import Config
 
 __all__ = ["Interrupted", "Result", "RunError", "RunFolder", "dumps", "plain", "run_path"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.columns import COLUMNS
 from attncond.errors import DiagnosisError
+from attncond.files import write_bytes, write_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -137,8 +138,6 @@ class History:
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write all of it as one JSON object; a file that is there is exchanged in one piece."""
-        from attncond.diagnose.files import write_text
-
         return write_text(path, _dumps(self.to_dict()) + "\n")
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
@@ -230,9 +229,7 @@ class Journal:
     def _save(self) -> None:
         text = "".join(_dumps(line) + "\n" for line in self._unsaved).encode()
         if self._good == 0 and self.path.exists():
-            from attncond.diagnose.files import write_text
-
-            write_text(self.path, text.decode())  # never less on disk than before
+            write_bytes(self.path, text)  # never less on disk than before
         else:
             with open(self.path, "r+b" if self._good else "wb") as file:
                 file.seek(self._good)

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from attncond._version import __version__
 from attncond.diagnose.columns import COLUMNS, TEXT
-from attncond.diagnose.files import write_text
 from attncond.diagnose.findings import CODES, Finding
 from attncond.diagnose.report import Report, _plain
 from attncond.errors import DiagnosisError
+from attncond.files import write_text
 
 __all__ = ["render", "write"]
 

@@ -10,12 +10,12 @@ import errno
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from attncond.files import write_bytes
 from attncond.lab.data.places import reading, required
 from attncond.lab.data.source import DataError, Split
 
@@ -84,17 +84,9 @@ def _save(split: Split, file: Path) -> None:
         {"images": split.images.contiguous(), "labels": split.labels.contiguous()},
         {"mean": json.dumps(split.mean), "std": json.dumps(split.std)},
     )
-    part = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Its own name for each process, so that two that decode at once do not write into one.
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as stream:
-            part = Path(stream.name)
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.chmod(0o644)
-        part.replace(file)
+        write_bytes(file, content)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         problem = "the disk is full" if full else (error.strerror or str(error))
@@ -103,6 +95,3 @@ def _save(split: Split, file: Path) -> None:
             f"{len(content) / 1e6:,.0f} MB; make room, let ATTNCOND_CACHE name another folder, or "
             "unset it to do without"
         ) from error
-    finally:
-        if part is not None:
-            part.unlink(missing_ok=True)

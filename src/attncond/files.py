@@ -6,11 +6,16 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["write_text"]
+__all__ = ["write_bytes", "write_text"]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Write ``text`` as UTF-8; a file that is there is exchanged in one piece, or stays.
+    """:func:`write_bytes` of ``text`` as UTF-8."""
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
+    """Write a file; one that is there is exchanged in one piece, or stays.
 
     Raises:
         OSError: The folder is missing or not writable, or ``path`` is a folder.
@@ -29,8 +34,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
             f"{path} cannot be written: the folder {path.parent} takes no new files; choose another"
         ) from error
     try:
-        with open(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner alone

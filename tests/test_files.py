@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from attncond.diagnose.files import write_text
+from attncond.files import write_text
 
 
 def names(folder):
