@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from attncond import sources
-from attncond.sources import SourceError, build, call, close, library, one_line, split
+from attncond.errors import close
+from attncond.sources import SourceError, build, call, library, one_line, split
 
 
 @pytest.fixture

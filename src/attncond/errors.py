@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ConditioningError(Exception):
     """Something about the model, the method or the call makes conditioning impossible.
@@ -27,3 +30,13 @@ class NotFoldableError(ConditioningError):
 
 class DiagnosisError(ConditioningError):
     """A diagnosis could not be made or read: the message says what to change."""
+
+
+def close(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> str:
+    """A question for the end of a message: which of at most ``n`` names that look alike was meant.
+
+    >>> close("spectrl", ["spectral", "gap"])
+    ' Did you mean spectral?'
+    """
+    found = difflib.get_close_matches(name, list(known), n, cutoff)
+    return f" Did you mean {' or '.join(found)}?" if found else ""

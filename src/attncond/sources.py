@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from attncond.errors import ConditioningError
+from attncond.errors import ConditioningError, close
 
 _FORMS = "timm:NAME, hf:FOLDER or MODULE:FUNCTION"
 
@@ -51,12 +50,6 @@ def split(source: str) -> tuple[str, str]:
         hint = f" Did you mean {source}:FUNCTION, or timm:{source}?" if source and not colon else ""
         raise SourceError(f"'{source}' is not a model: give {_FORMS}.{hint}")
     return prefix, rest
-
-
-def close(name: str, known: Iterable[str]) -> str:
-    """A question with the names that look alike, or nothing."""
-    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f" Did you mean {', '.join(found)}?" if found else ""
 
 
 def library(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from attncond.errors import close
 from attncond.lab.config import Config, Contradiction, Section
 
 # Keys of a config that are chosen otherwise than by settings.
@@ -32,7 +33,7 @@ def unknown(what: str, name: object, known: Iterable[object]) -> str:
     "there is no form 'smal'. Did you mean small? There are small, smoke."
     """
     names = [str(x) for x in known]
-    return f"{what} '{name}'.{_guess(str(name), names)} There are {', '.join(names)}."
+    return f"{what} '{name}'.{close(str(name), names, cutoff=0.5)} There are {', '.join(names)}."
 
 
 def explain(error: ValidationError, layers: Sequence[Layer], where: str) -> str:
@@ -60,14 +61,9 @@ def _line(problem: dict[str, Any], layers: Sequence[Layer]) -> str:
         message = f"{key} {rule}, not {value}"
         if problem["type"] == "literal_error":
             choices = re.findall("'(.*?)'", problem["ctx"]["expected"])
-            message += "." + _guess(str(problem["input"]), choices)
+            message += "." + close(str(problem["input"]), choices, cutoff=0.5)
     origin = _origin(path, layers)
     return f"{message.rstrip('.')} ({origin})" if origin else message
-
-
-def _guess(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _origin(path: Sequence[str], layers: Sequence[Layer]) -> str | None:
@@ -91,8 +87,7 @@ def _unknown_key(path: Sequence[str]) -> str:
         section = _section(section.model_fields[part].annotation) or section
     known = [name for name in section.model_fields if name not in IDENTITY]
     prefix = "".join(f"{part}." for part in path[:-1])
-    close = difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
-    guesses = [prefix + name for name in close]
+    guesses = [prefix + n for n in difflib.get_close_matches(path[-1], known, n=2)]
     guesses += [k for k in _keys(Config) if k.split(".")[-1] == path[-1] and k not in guesses]
     guess = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
     has = f"{prefix[:-1]} has" if prefix else "There are"

@@ -16,7 +16,6 @@ The small models keep the classes of the large ones and shrink depth, width and 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from timm.models.xcit import Xcit
 from torch import nn
 
 from attncond.conditioning import condition
-from attncond.errors import ConditioningError
+from attncond.errors import ConditioningError, close
 from attncond.lab.config import Model
 from attncond.lab.initial import mimetic
 from attncond.methods.parse import parse_method
@@ -127,8 +126,7 @@ def build(model: Model, num_classes: int, image_size: int, channels: int = 3) ->
     make = MODELS.get(model.name)
     if make is None:
         if not timm.is_model(model.name):
-            close = difflib.get_close_matches(model.name, [*MODELS, *timm.list_models()], n=3)
-            guess = f" Did you mean {' or '.join(close)}?" if close else ""
+            guess = close(model.name, [*MODELS, *timm.list_models()])
             raise ModelError(
                 f"model.name: '{model.name}' is no model.{guess} There are {', '.join(MODELS)} and "
                 "every name of timm.list_models()."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from attncond.errors import ConditioningError
+from attncond.errors import ConditioningError, close
 from attncond.methods import METHODS, Method, RemoveGap, Spectral
 
 __all__ = ["method_name", "parse_method"]
@@ -45,8 +44,7 @@ def parse_method(text: str) -> Method:
     key = _kebab(name.strip()).removesuffix("()").replace("_", "-").replace(".", "-")
     key = key.removeprefix("spectral-")  # Spectral.paper(), as Python writes it
     if key not in _NAMES:
-        close = difflib.get_close_matches(key, _NAMES, n=1)
-        guess = f" Did you mean {close[0]}?" if close else ""
+        guess = close(key, _NAMES, n=1)
         raise ConditioningError(f"'{name}' is no method.{guess} There are {', '.join(_NAMES)}.")
     method = _NAMES[key]()
     if not colon:
@@ -57,8 +55,7 @@ def parse_method(text: str) -> Method:
     for part in rest.split(","):
         field, equals, value = (piece.strip() for piece in part.partition("="))
         if field not in known:
-            close = difflib.get_close_matches(field, known, n=1)
-            guess = f" Did you mean {close[0]}?" if close else ""
+            guess = close(field, known, n=1)
             have = f"it has {', '.join(known)}" if known else "it has none"
             raise ConditioningError(f"'{text}': {name} has no field '{field}'; {have}.{guess}")
         if not equals or not value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch.nn import functional as F
 
+from attncond.errors import close
 from attncond.lab.data.binary import BINARY, binary_files, read_binary
 from attncond.lab.data.cache import kept
 from attncond.lab.data.digits import NOTE, read_digits
@@ -77,8 +77,7 @@ def load(data: DataSettings, root: Path | None = None, seed: int = 0) -> Source:
         )
         number, note = binary.classes, binary.note + _unusual(train, test, binary.counts)
     else:
-        close = difflib.get_close_matches(data.name, NAMES, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        hint = close(data.name, NAMES, n=1)
         raise DataError(f"no data set is called '{data.name}': {', '.join(NAMES)}.{hint}")
     native = train.images.shape[-1]
     if native != data.image_size:
