@@ -9,7 +9,6 @@ one rate for all). The accuracy reported is the last epoch's, never the best one
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from torch.nn import functional as F
 from attncond._version import __version__
 from attncond.conditioning import condition
 from attncond.diagnose import Report, diagnose
-from attncond.errors import ConditioningError
+from attncond.errors import ConditioningError, installed
 from attncond.files import write_bytes
 from attncond.inspection import inspect
 from attncond.methods import Method, Precondition, RemoveGap, Spectral
@@ -71,13 +70,7 @@ class Digits:
 
 
 def _require(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DemoError(
-            f"the demo needs {module.split('.')[0]}, which is not installed: "
-            "pip install 'attncond[demo]'"
-        ) from error
+    return installed(module, "the demo needs", "demo", DemoError)
 
 
 def load_digits() -> Digits:

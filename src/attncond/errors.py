@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class ConditioningError(Exception):
@@ -40,3 +42,18 @@ def close(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> s
     """
     found = difflib.get_close_matches(name, list(known), n, cutoff)
     return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+def installed(module: str, needs: str, extra: str, error: type[Exception]) -> Any:
+    """A module that only some need, or an ``error`` that says who ``needs`` it and what to install.
+
+    >>> installed("json", "the demo needs", "demo", ConditioningError).dumps([1])
+    '[1]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as cause:
+        raise error(
+            f"{needs} {module.partition('.')[0]}, which is not installed: "
+            f"pip install 'attncond[{extra}]'"
+        ) from cause

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from attncond.errors import installed
+
 # Okabe and Ito's palette, told apart with any kind of colour vision; the fix is told by the line.
 _COLOURS = {"": "#555555", " + LN": "#0072B2", " + skip": "#D55E00", " + skip + LN": "#009E73"}
 
@@ -29,14 +31,8 @@ def _attention(stack: str) -> str:
 
 
 def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "the figures need matplotlib, which is not installed: pip install 'attncond[demo]'"
-        ) from error
-    image: Any = Figure(figsize=(width, height), dpi=140, layout="constrained")
-    return image
+    matplotlib = installed("matplotlib.figure", "the figures need", "demo", ImportError)
+    return matplotlib.Figure(figsize=(width, height), dpi=140, layout="constrained")
 
 
 def _tidy(axes: Any) -> None:

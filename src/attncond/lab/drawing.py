@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attncond.errors import installed
 from attncond.lab.runs import ResultsError
 
 __all__ = ["BLUE", "COLOURS", "GREEN", "GREY", "ORANGE", "band", "canvas", "decades", "empty"]
@@ -20,15 +21,10 @@ COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 def canvas(panels: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
     """A figure of so many panels, each ``width`` by ``height`` inches, and their axes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ResultsError(
-            "figures need matplotlib, which is not installed: pip install 'attncond[lab]'"
-        ) from error
+    matplotlib = installed("matplotlib.figure", "figures need", "lab", ResultsError)
     lines = math.ceil(panels / columns)
     size = (width * columns, height * lines + 0.7)
-    image: Any = Figure(figsize=size, layout="constrained", facecolor="white")
+    image = matplotlib.Figure(figsize=size, layout="constrained", facecolor="white")
     axes = list(image.subplots(lines, columns, squeeze=False).flat)
     for ax in axes[panels:]:
         ax.set_axis_off()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from attncond.errors import installed
 from attncond.lab.data.source import DataError
 
 __all__ = ["data_folder", "readable", "reading", "required"]
@@ -57,10 +57,4 @@ def reading(path: Path) -> Iterator[None]:
 
 def required(module: str, what: str) -> Any:
     """A library of the lab, or how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f"{what} needs {module.split('.')[0]}, which is not installed: "
-            "pip install 'attncond[lab]'"
-        ) from error
+    return installed(module, f"{what} needs", "lab", DataError)
