@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "bar"]
+
+
+def bar() -> Any:
+    """A bar of rich on stderr that is gone when it ends; None where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        return None
+    return Progress(console=Console(stderr=True), transient=True)
 
 
 class Clock:
@@ -16,16 +25,7 @@ class Clock:
     def __init__(self, budget: float | None, progress: bool | None) -> None:
         self.budget = budget
         self.start = time.monotonic()
-        self._bar: Any = None
-        if progress is None:
-            progress = sys.stderr.isatty()
-        if progress:
-            try:
-                from rich.console import Console
-                from rich.progress import Progress
-            except ImportError:
-                return
-            self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._bar = bar() if (sys.stderr.isatty() if progress is None else progress) else None
 
     @property
     def spent(self) -> bool:
@@ -52,11 +52,6 @@ class Clock:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from attncond.diagnose.progress import bar
 
 __all__ = ["Progress", "tensorboard"]
 
@@ -16,15 +17,10 @@ class Progress:
 
     def __init__(self, name: str, total: int, shown: bool) -> None:
         self.name, self.shown = name, shown
-        self._bar: Any = None
-        if shown and sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.markup import escape
-                from rich.progress import Progress as Bar
-            except ImportError:
-                return
-            self._bar = Bar(console=Console(stderr=True), transient=True)
+        self._bar = bar() if shown and sys.stderr.isatty() else None
+        if self._bar is not None:
+            from rich.markup import escape
+
             self._label = escape(name)
             self._task = self._bar.add_task(self._label, total=total)
 
@@ -33,12 +29,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

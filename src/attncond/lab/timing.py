@@ -8,7 +8,7 @@ import signal
 import statistics
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar
 
 from attncond.lab.folder import Interrupted
@@ -112,12 +112,7 @@ class Stop:
                 self._timer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for number, handler in self._handlers.items():
