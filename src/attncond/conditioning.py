@@ -17,6 +17,7 @@ from attncond.effective import (
     effective,
     full,
     install,
+    like,
     loads,
     recast,
     records,
@@ -29,7 +30,7 @@ from attncond.inspection import Plan, inspect
 from attncond.methods import METHODS, Method, Precondition, RemoveGap, Spectral
 from attncond.selection import check_weight, select, select_heads
 from attncond.sites import Site
-from attncond.weights import Certificate, Weight, certify, like_parameter, refresh, solve
+from attncond.weights import Certificate, Weight, certify, refresh, solve
 
 # Optimizer steps between two polar factors computed anew; in between they are tracked.
 _ANCHOR_EVERY = 64
@@ -305,7 +306,7 @@ class Handle:
         buffers = [{**w.owner._buffers} for w in self._weights]
         try:
             for weight, value in folded.values():
-                weight.raw.copy_(like_parameter(value, weight.raw))
+                weight.raw.copy_(like(value, weight.raw))
             self._end("folded")
         except BaseException:
             for raw, value in before:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attncond.diagonal import decode, with_code
 from attncond.errors import ConditioningError
@@ -88,6 +88,13 @@ def unflat(matrix: Tensor, weight: Tensor, axis: int) -> Tensor:
 def full(weight: Tensor) -> Tensor:
     """A parameter gathered from its shards, or itself."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def like(value: Tensor, own: Tensor) -> Tensor:
+    """A whole tensor as ``own`` is: sharded over processes, or whole."""
+    if isinstance(own, DTensor):
+        return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+    return value
 
 
 def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attncond.diagonal import decode, encode
 from attncond.effective import (
@@ -220,13 +219,6 @@ def _store(
         targets += [get("norm")[item.which], get("block")[item.which]]
         values += new
     torch._foreach_copy_(targets, values)  # one launch, not three for every matrix
-
-
-def like_parameter(value: Tensor, raw: Tensor) -> Tensor:
-    """A full tensor, sharded as the parameter it is written to."""
-    if isinstance(raw, DTensor):
-        return distribute_tensor(value, raw.device_mesh, raw.placements)
-    return value
 
 
 def certify(weight: Weight, exact: bool) -> Iterator[Certificate]:

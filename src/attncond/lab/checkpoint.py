@@ -26,16 +26,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attncond.checkpoints import CheckpointError
-from attncond.effective import full
+from attncond.effective import full, like
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Tensors",
-    "like",
     "load_model",
     "load_optimizer",
     "load_random",
@@ -222,13 +220,6 @@ def load_random(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-
-
-def like(value: Tensor, own: Tensor) -> Tensor:
-    """A whole tensor as ``own`` is: sharded over processes, or whole."""
-    if isinstance(own, DTensor):
-        return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-    return value
 
 
 def _all(folder: Path) -> list[Path]:
