@@ -28,7 +28,7 @@ from attncond._version import __version__
 from attncond.conditioning import condition
 from attncond.diagnose import Report, diagnose
 from attncond.errors import ConditioningError, installed
-from attncond.files import write_bytes
+from attncond.files import plain, write_bytes
 from attncond.inspection import inspect
 from attncond.methods import Method, Precondition, RemoveGap, Spectral
 
@@ -275,8 +275,8 @@ class Demo:
             "summary": self.summary(),
             "runs": self.runs,
         }
-        plain: dict[str, Any] = _without_nan(facts)
-        return plain
+        found: dict[str, Any] = plain(facts)
+        return found
 
     def summary(self) -> list[dict[str, Any]]:
         """One row for each variant that has a run; κ over all projections of all seeds.
@@ -351,15 +351,6 @@ def replace_file(path: Path, content: bytes) -> None:
         write_bytes(path, content)
     except OSError as error:
         raise _unwritable(path, error) from error
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON knows neither NaN (a run that diverged) nor infinity (κ of a singular matrix)."""
-    if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _unwritable(path: Path, error: OSError) -> DemoError:

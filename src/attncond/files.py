@@ -1,12 +1,30 @@
-"""Writing a file in one piece: what is there stays until its successor is whole."""
+"""JSON that everything reads, and files in one piece: one stays until its successor is whole."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["write_bytes", "write_text"]
+__all__ = ["dumps", "plain", "write_bytes", "write_text"]
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON that everything reads."""
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """Without NaN and infinities, which a diverged run has and JSON has not: they become None."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from attncond.lab.folder import Result, RunError, RunFolder, dumps, plain, run_path
+from attncond.files import dumps, plain
+from attncond.lab.folder import Result, RunError, RunFolder, run_path
 from attncond.lab.recipe import load
 
 

@@ -15,7 +15,7 @@ from attncond.diagnose.columns import COLUMNS, IDENTITY, TEXT
 from attncond.diagnose.compare import Comparison, check_report, compare
 from attncond.diagnose.findings import Finding, find
 from attncond.errors import DiagnosisError
-from attncond.files import write_text
+from attncond.files import dumps, write_text
 from attncond.inspection import table
 
 if TYPE_CHECKING:
@@ -188,9 +188,7 @@ class Report:
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report; a file that is there is exchanged in one piece, or stays."""
-        return write_text(
-            path, json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False) + "\n"
-        )
+        return write_text(path, dumps(self.to_dict()) + "\n")
 
     def to_html(
         self,

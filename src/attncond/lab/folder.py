@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from attncond.errors import ConditioningError
-from attncond.files import write_text
+from attncond.files import dumps, write_text
 from attncond.lab.config import Config
 
-__all__ = ["Interrupted", "Result", "RunError", "RunFolder", "dumps", "plain", "run_path"]
-__all__ += ["taken"]
+__all__ = ["Interrupted", "Result", "RunError", "RunFolder", "run_path", "taken"]
 
 _OWN = ("metrics.jsonl", "history.jsonl", "result.json", "model.safetensors", "config.json")
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
@@ -194,20 +192,6 @@ def taken(file: IO[str], shared: bool = False) -> bool | None:
     except OSError as error:
         return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
-
-
-def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON that everything reads."""
-    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def plain(value: Any) -> Any:
-    """Without NaN and infinities, which a diverged run has and JSON has not: they become None."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _object(file: Path, *keys: str) -> dict[str, Any]:

@@ -36,12 +36,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from attncond.files import plain
 from attncond.lab import checkpoint, facts
 from attncond.lab.average import Average
 from attncond.lab.config import Config
 from attncond.lab.data import Batches, load
 from attncond.lab.distributed import accelerated, agreed, sharding, together, wrap
-from attncond.lab.folder import Interrupted, Result, RunError, RunFolder, plain
+from attncond.lab.folder import Interrupted, Result, RunError, RunFolder
 from attncond.lab.objective import compile_key, compiled, evaluate, objective
 from attncond.lab.optim import parameter_groups
 from attncond.lab.progress import Progress, tensorboard

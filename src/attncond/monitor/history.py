@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.columns import COLUMNS
 from attncond.errors import DiagnosisError
-from attncond.files import write_bytes, write_text
+from attncond.files import dumps, write_bytes, write_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -138,7 +138,7 @@ class History:
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write all of it as one JSON object; a file that is there is exchanged in one piece."""
-        return write_text(path, _dumps(self.to_dict()) + "\n")
+        return write_text(path, dumps(self.to_dict()) + "\n")
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a page with the curves: one file that works offline, anywhere."""
@@ -196,7 +196,7 @@ class Journal:
         old, clean, head = None, False, {"schema": SCHEMA, "model": model}
         if self.path.exists() and self.path.stat().st_size:
             old, clean = parse(self.path)
-            if old is None and not _dumps(head).encode().startswith(self.path.read_bytes()):
+            if old is None and not dumps(head).encode().startswith(self.path.read_bytes()):
                 raise DiagnosisError(f"{self.path} is no history of {model}: choose another file")
         if old is not None:
             if old.model != model:
@@ -227,7 +227,7 @@ class Journal:
         self._save()
 
     def _save(self) -> None:
-        text = "".join(_dumps(line) + "\n" for line in self._unsaved).encode()
+        text = "".join(dumps(line) + "\n" for line in self._unsaved).encode()
         if self._good == 0 and self.path.exists():
             write_bytes(self.path, text)  # never less on disk than before
         else:
@@ -237,10 +237,6 @@ class Journal:
                 file.write(text)
         self._good += len(text)
         self._unsaved.clear()
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: float | None) -> float | str | None:
