@@ -12,7 +12,7 @@ from lab_data_cases import Data, encoded, noise_split, real_data
 from attncond.lab.data import DataError, load
 from attncond.lab.data.cache import _KEPT
 from attncond.lab.data.decoding import decoded
-from attncond.lab.data.parquet import PARQUET, _columns, read_parquet
+from attncond.lab.data.parquet import PARQUET, _columns
 
 CIFAR = PARQUET["cifar10"]
 SPLIT = noise_split(60)
@@ -167,7 +167,7 @@ def test_real_cifar10():
 
 def test_real_tiny_imagenet():
     what, folder = PARQUET["tiny_imagenet32"], real_data()
-    test = read_parquet(folder / what.test, what)
+    test = what.read([folder / what.test])
     assert torch.bincount(test.labels).tolist() == [50] * 200
     encoded_images, labels = _columns(folder / what.train, what)
     assert len(encoded_images) == 100_000

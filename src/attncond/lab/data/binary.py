@@ -11,7 +11,7 @@ import torch
 from attncond.lab.data.places import readable, reading
 from attncond.lab.data.source import DataError, Split, checked_labels
 
-__all__ = ["BINARY", "BinarySet", "binary_files", "read_binary"]
+__all__ = ["BINARY", "BinarySet"]
 
 _SIZE = 32
 _PIXELS = 3 * _SIZE * _SIZE
@@ -34,6 +34,48 @@ class BinarySet:
     std: tuple[float, float, float]
     note: str
     archive: str
+
+    def files(self, folder: Path) -> tuple[list[Path], list[Path]]:
+        """Training and test files, in the folder or in the archive's folder below it."""
+        with reading(folder):
+            inner = folder / self.folder
+            here = inner if inner.is_dir() else folder
+            pickles = [name for name in _PICKLES if (here / name).is_file()]
+            pickles += [name for name in _PICKLE_FOLDERS if (here / name).is_dir()]
+            if pickles and not (here / self.test).exists():
+                raise DataError(
+                    f"{here / pickles[0]} belongs to the Python version of CIFAR, which is stored "
+                    "as pickles; a pickle can run any program when it is read, so none is ever "
+                    f"loaded here. Get the binary version, {self.archive}, and unpack it into "
+                    f"{folder}"
+                )
+        how = f"Get {self.archive} and unpack it there."
+        files = readable(here, (*self.train, self.test), self.title, how)
+        return files[:-1], files[-1:]
+
+    def read(self, paths: list[Path]) -> Split:
+        """All images of some files, one after another."""
+        record = self.label_bytes + _PIXELS
+        parts = []
+        for path in paths:
+            with reading(path):
+                content = np.fromfile(path, np.uint8)
+            if len(content) % record:
+                raise DataError(
+                    f"{path} has {len(content):,} bytes, no multiple of the {record:,} that an "
+                    f"image takes: it was cut off or is another file. Get it again from "
+                    f"{self.archive}"
+                )
+            parts.append(content.reshape(-1, record))
+        rows = torch.from_numpy(np.concatenate(parts))
+        labels = rows[:, self.label_bytes - 1].long()
+        names = ", ".join(path.name for path in paths)
+        try:
+            checked_labels(labels, self.classes, f"{paths[0].parent}: {names}")
+        except DataError as error:
+            raise DataError(f"{error}. Get {self.archive} again") from error
+        images = rows[:, self.label_bytes :].reshape(-1, 3, _SIZE, _SIZE).contiguous()
+        return Split(images, labels, self.mean, self.std)
 
 
 BINARY = {
@@ -64,45 +106,3 @@ BINARY = {
         archive="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
     ),
 }
-
-
-def binary_files(folder: Path, what: BinarySet) -> tuple[list[Path], list[Path]]:
-    """Training and test files, in the folder or in the archive's folder below it."""
-    with reading(folder):
-        inner = folder / what.folder
-        here = inner if inner.is_dir() else folder
-        pickles = [name for name in _PICKLES if (here / name).is_file()]
-        pickles += [name for name in _PICKLE_FOLDERS if (here / name).is_dir()]
-        if pickles and not (here / what.test).exists():
-            raise DataError(
-                f"{here / pickles[0]} belongs to the Python version of CIFAR, which is stored as "
-                "pickles; a pickle can run any program when it is read, so none is ever loaded "
-                f"here. Get the binary version, {what.archive}, and unpack it into {folder}"
-            )
-    how = f"Get {what.archive} and unpack it there."
-    files = readable(here, (*what.train, what.test), what.title, how)
-    return files[:-1], files[-1:]
-
-
-def read_binary(paths: list[Path], what: BinarySet) -> Split:
-    """All images of some files, one after another."""
-    record = what.label_bytes + _PIXELS
-    parts = []
-    for path in paths:
-        with reading(path):
-            content = np.fromfile(path, np.uint8)
-        if len(content) % record:
-            raise DataError(
-                f"{path} has {len(content):,} bytes, no multiple of the {record:,} that an image "
-                f"takes: it was cut off or is another file. Get it again from {what.archive}"
-            )
-        parts.append(content.reshape(-1, record))
-    rows = torch.from_numpy(np.concatenate(parts))
-    labels = rows[:, what.label_bytes - 1].long()
-    names = ", ".join(path.name for path in paths)
-    try:
-        checked_labels(labels, what.classes, f"{paths[0].parent}: {names}")
-    except DataError as error:
-        raise DataError(f"{error}. Get {what.archive} again") from error
-    images = rows[:, what.label_bytes :].reshape(-1, 3, _SIZE, _SIZE).contiguous()
-    return Split(images, labels, what.mean, what.std)

@@ -11,18 +11,19 @@ import torch
 from torch.nn import functional as F
 
 from attncond.errors import close
-from attncond.lab.data.binary import BINARY, binary_files, read_binary
+from attncond.lab.data.binary import BINARY, BinarySet
 from attncond.lab.data.cache import kept
 from attncond.lab.data.digits import NOTE, read_digits
 from attncond.lab.data.folder import folder_note, image_folders, read_folders
-from attncond.lab.data.parquet import PARQUET, parquet_files, read_parquet
+from attncond.lab.data.parquet import PARQUET, ParquetSet
 from attncond.lab.data.places import data_folder
 from attncond.lab.data.source import DataError, DataSettings, Files, Source, Split
 from attncond.lab.data.split import hold_out, shuffled
 
 __all__ = ["NAMES", "find", "load"]
 
-NAMES = ("digits", *PARQUET, *BINARY, "image_folder")
+_SETS: dict[str, ParquetSet | BinarySet] = {**PARQUET, **BINARY}
+NAMES = ("digits", *_SETS, "image_folder")
 _SMALLEST = 8
 _LARGEST_BYTES = 16e9
 
@@ -38,10 +39,8 @@ def find(data: DataSettings, root: Path | None = None) -> None:
     folder = data_folder(root)
     if data.name == "image_folder":
         image_folders(folder)
-    elif data.name in PARQUET:
-        parquet_files(folder, PARQUET[data.name])
-    elif data.name in BINARY:
-        binary_files(folder, BINARY[data.name])
+    elif data.name in _SETS:
+        _SETS[data.name].files(folder)
 
 
 def load(data: DataSettings, root: Path | None = None, seed: int = 0) -> Source:
@@ -62,20 +61,12 @@ def load(data: DataSettings, root: Path | None = None, seed: int = 0) -> Source:
     if data.name == "digits":
         train, test = read_digits()
         number, note = 10, NOTE
-    elif data.name in PARQUET:
-        what = PARQUET[data.name]
+    elif data.name in _SETS:
+        what = _SETS[data.name]
         train, test = (
-            kept(data.name, [path], partial(read_parquet, path, what))
-            for path in parquet_files(folder, what)
+            kept(data.name, paths, partial(what.read, paths)) for paths in what.files(folder)
         )
         number, note = what.classes, what.note + _unusual(train, test, what.counts)
-    elif data.name in BINARY:
-        binary = BINARY[data.name]
-        train, test = (
-            kept(data.name, paths, partial(read_binary, paths, binary))
-            for paths in binary_files(folder, binary)
-        )
-        number, note = binary.classes, binary.note + _unusual(train, test, binary.counts)
     else:
         hint = close(data.name, NAMES, n=1)
         raise DataError(f"no data set is called '{data.name}': {', '.join(NAMES)}.{hint}")

@@ -14,7 +14,7 @@ from attncond.lab.data.decoding import decoded
 from attncond.lab.data.places import readable, reading, required
 from attncond.lab.data.source import DataError, Split, checked_labels
 
-__all__ = ["PARQUET", "ParquetSet", "parquet_files", "read_parquet"]
+__all__ = ["PARQUET", "ParquetSet"]
 
 _COLUMNS = ("image", "label")
 
@@ -33,6 +33,22 @@ class ParquetSet:
     std: tuple[float, float, float]
     note: str
     origin: str
+
+    def files(self, folder: Path) -> tuple[list[Path], list[Path]]:
+        """Training and test file, both there."""
+        train, test = readable(folder, (self.train, self.test), self.title, self.origin)
+        return [train], [test]
+
+    def read(self, paths: list[Path]) -> Split:
+        """All images of one file, decoded, in the order of its rows."""
+        (path,) = paths
+        encoded, labels = _columns(path, self)
+        try:
+            checked_labels(labels, self.classes, str(path))
+            images = decoded(encoded, self.size, str(path))
+        except DataError as error:
+            raise DataError(f"{error}. {self.origin}") from error
+        return Split(images, labels, self.mean, self.std)
 
 
 PARQUET = {
@@ -75,22 +91,6 @@ PARQUET = {
         ),
     ),
 }
-
-
-def parquet_files(folder: Path, what: ParquetSet) -> list[Path]:
-    """Training and test file, both there."""
-    return readable(folder, (what.train, what.test), what.title, what.origin)
-
-
-def read_parquet(path: Path, what: ParquetSet) -> Split:
-    """All images of one file, decoded, in the order of its rows."""
-    encoded, labels = _columns(path, what)
-    try:
-        checked_labels(labels, what.classes, str(path))
-        images = decoded(encoded, what.size, str(path))
-    except DataError as error:
-        raise DataError(f"{error}. {what.origin}") from error
-    return Split(images, labels, what.mean, what.std)
 
 
 def _columns(path: Path, what: ParquetSet) -> tuple[list[bytes | None], Tensor]:
