@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much higher the first mean is; an interval and a p-value where the data allow one."""
+    """How much higher the first mean is; a 95% interval and a p-value where the data allow them."""
 
     delta: float
     low: float | None = None
@@ -51,7 +51,7 @@ class Difference:
     p: float | None = None
 
 
-def difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Difference | None:
+def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     """a against b by Welch's t-test: two-sided, without assuming equal variances.
 
     None without values on either side; no p-value for a single value, or where nothing varies.
@@ -70,13 +70,11 @@ def difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> D
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of seeds that agree to the last digit
         found = stats.ttest_ind(a, b, equal_var=False)
-    low, high = found.confidence_interval(level)
+    low, high = found.confidence_interval()
     return Difference(delta, float(low), float(high), float(found.pvalue))
 
 
-def paired(
-    a: Mapping[int, float], b: Mapping[int, float], level: float = 0.95
-) -> Difference | None:
+def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Difference | None:
     """The same over the seeds that both have, which share initialisation and order of the data.
 
     Tables test by Welch, which was settled on before the runs. This one stands beside it in their
@@ -91,7 +89,7 @@ def paired(
     from scipy import stats
 
     found = stats.ttest_1samp(gains, 0.0)
-    low, high = found.confidence_interval(level)
+    low, high = found.confidence_interval()
     return Difference(statistics.fmean(gains), float(low), float(high), float(found.pvalue))
 
 

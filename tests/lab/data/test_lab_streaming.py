@@ -99,7 +99,9 @@ def test_evaluation_is_as_timm_s(root):
     made = batches(root, train=False)
     images, labels = (torch.cat(part) for part in zip(*made.epoch(0), strict=True))
     source = load(DATA, root)
-    transform = create_transform(16, interpolation="bicubic", mean=source.mean, std=source.std)
+    transform = create_transform(
+        16, interpolation="bicubic", mean=source.test.mean, std=source.test.std
+    )
     expected = [transform(Image.open(source.test.path(i))) for i in range(len(source.test))]
     torch.testing.assert_close(images, torch.stack(expected), rtol=1e-4, atol=1e-4)
     assert torch.equal(labels, source.test.labels)

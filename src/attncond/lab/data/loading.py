@@ -88,7 +88,7 @@ def _parts(
         train, test = _limited(train, data.limit, seed), _limited(test, data.limit, seed)
         validation = None if validation is None else _limited(validation, data.limit, seed)
         note += f"; limited to {data.limit} images for each of training, validation and test"
-    return Source(train, validation, test, classes, train.mean, train.std, note)
+    return Source(train, validation, test, classes, note)
 
 
 def _limited(part: Part, limit: int, seed: int) -> Part:

@@ -113,8 +113,6 @@ class Source:
     validation: Split | Files | None
     test: Split | Files
     classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
     note: str
 
 
