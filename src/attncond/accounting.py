@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from attncond.checkpoints import is_correction
 from attncond.errors import ConditioningError
 from attncond.inspection import inspect, table
 from attncond.sites import Projection, Role
@@ -137,11 +138,7 @@ def account(model: nn.Module, tokens: Tokens) -> Accounting:
         rows.append(ProjectionCost(path, projection.role, count, projection.in_features, out))
     if not rows:
         raise ConditioningError("there is no attention in this model to account for")
-    buffers = {
-        id(buffer): buffer
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2].startswith("attncond_")
-    }
+    buffers = {id(buffer): buffer for name, buffer in model.named_buffers() if is_correction(name)}
     size = sum(b.numel() * b.element_size() for b in buffers.values())
     uncounted = tuple(u.path or "(the model)" for u in inspect(model).unsupported)
     return Accounting(tuple(rows), size, uncounted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,4 @@ def _training(rows: list[Record], setting: Record, scale: str) -> Any:
 
 
 def _median(losses: list[float | None]) -> float:
-    known = sorted(math.inf if v is None else v for v in losses)
-    middle = len(known) // 2
-    return known[middle] if len(known) % 2 else (known[middle - 1] + known[middle]) / 2
+    return statistics.median(math.inf if v is None else v for v in losses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.findings import Finding
@@ -90,8 +90,6 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinities are strings."""
-        from dataclasses import asdict
-
         from attncond.diagnose.report import _plain
 
         plain: dict[str, Any] = _plain(asdict(self))
