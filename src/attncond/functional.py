@@ -36,13 +36,13 @@ class FunctionJacobian:
         self._stacked = stacked
         with _differentiable():
             try:
-                pulled: tuple[Any, Any] = torch.func.vjp(function, *self._weights)  # type: ignore[assignment]
+                pulled = torch.func.vjp(function, *self._weights)
             except RuntimeError as error:
                 raise ConditioningError(
                     f"the function failed on float64 weights ({error}); make the tensors that it "
                     "uses beside them (tokens, rotary tables) float64, too"
                 ) from error
-        output, self._pull = pulled
+        output, self._pull = pulled[0], pulled[1]
         if not isinstance(output, Tensor) or output.dtype != torch.float64:
             what = output.dtype if isinstance(output, Tensor) else type(output).__name__
             raise ConditioningError(f"the function must return one float64 tensor, not {what}")
@@ -96,8 +96,7 @@ class FunctionJacobian:
 
     def _push(self, tangents: Sequence[Tensor]) -> Tensor:
         shaped = tuple(t.view_as(w) for t, w in zip(tangents, self._weights, strict=True))
-        pushed: tuple[Any, Any] = torch.func.jvp(self._function, self._weights, shaped)  # type: ignore[assignment]
-        derivative: Tensor = pushed[1]
+        derivative: Tensor = torch.func.jvp(self._function, self._weights, shaped)[1]
         return derivative.flatten()
 
     def _rows(self, apply: Callable[[Tensor], Tensor], size: int) -> Tensor:

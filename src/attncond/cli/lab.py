@@ -21,7 +21,7 @@ from attncond.inspection import table as aligned
 
 if TYPE_CHECKING:
     from attncond.lab.config import Section
-    from attncond.lab.runs import Run
+    from attncond.lab.runs import Run, State
 
 app = typer.Typer(
     name="lab",
@@ -207,7 +207,7 @@ def status_command(runs: Runs = None, as_json: Json = False, debug: Debug = Fals
         from attncond.lab.results import load_runs, status
 
         found = load_runs(runs or [_DEFAULT], once=False)
-        states = ("finished", "running", "stopped", "diverged", "broken")
+        states: tuple[State, ...] = ("finished", "running", "stopped", "diverged", "broken")
         if as_json:
             facts = [
                 {"name": r.name, "source": r.source, "state": r.state, "epochs": r.epochs}
@@ -219,7 +219,7 @@ def status_command(runs: Runs = None, as_json: Json = False, debug: Debug = Fals
         else:
             body = []
             for group in status(found):
-                counts = [str(group.count(state) or "") for state in states]  # type: ignore[arg-type]
+                counts = [str(group.count(state) or "") for state in states]
                 body.append((group.recipe, group.form, group.variant, *counts, _last(group.runs)))
             head = ("recipe", "form", "variant", *states, "now")
             used = [i for i in range(len(head)) if i < 3 or any(row[i] for row in body)]

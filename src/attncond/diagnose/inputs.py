@@ -181,9 +181,8 @@ class _Transformers:
             kept = {k: v for k, v in found.items() if k in self.names and isinstance(v, Tensor)}
             self.words.append(f"{len(found['pixel_values'])} images of {self.wanted.images}")
             return kept
-        if frames:
-            shape = (frames, *shape)  # type: ignore[assignment]
-        batch = torch.randn(self.wanted.samples, *shape, generator=self.generator)
+        whole = (self.wanted.samples, *([frames] if frames else []), *shape)
+        batch = torch.randn(whole, generator=self.generator)
         size = "x".join(map(str, batch.shape))
         what = "videos" if frames else "images"
         self.words.append(f"random {what} {size}, seed {self.wanted.seed}")

@@ -150,8 +150,9 @@ def _theorems(study: Study, runs: Sequence[Run]) -> Table:
 def _epochs(study: Study, runs: Sequence[Run]) -> Table:
     lines = []
     expected: dict[str, Paper] = {"baseline": None, "precondition": None}
-    take = lambda g: _norm(g) and _belongs(g, "figure-pre2", "table1")  # noqa: E731
-    for line in _lines(study, lambda architecture: expected, take):
+    for line in _lines(
+        study, lambda a: expected, lambda g: _norm(g) and _belongs(g, "figure-pre2", "table1")
+    ):
         saved, share = "–", None
         if line.own is not None:
             setting, g = line.own
