@@ -1,4 +1,4 @@
-"""Everything attncond raises on purpose; all of it is a ConditioningError."""
+"""Everything attncond raises on purpose, all of it a ConditioningError, and sentences for it."""
 
 from __future__ import annotations
 
