@@ -258,6 +258,16 @@ def least(
     return low if low is not None and low.sigma >= low.floor else None
 
 
+def beside(operator: Operator, side: Side, null: Tensor, found: Extremes) -> Extremes | None:
+    """``found`` with σ_min where the zeros of ``null``, as in `least`, are taken out; or None."""
+    low = least(operator, side, null, found.sigma_max**2)
+    if low is None:
+        return None
+    rank, (at, off, floor) = min(operator.shape) - null.shape[1], low
+    top, error = found.sigma_max, found.sigma_max_error
+    return Extremes(top, error, at, off, rank, "numerical", rank, floor)
+
+
 def _from_gram(operator: Operator, side: Side, null: Tensor | None, top: float) -> Low | None:
     gram = operator.gram(side)
     size = len(gram)

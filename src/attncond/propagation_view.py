@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attncond.errors import installed
+from attncond.propagation import excess_limit, stable_rank_limit
 
 # Okabe and Ito's palette, told apart with any kind of colour vision; the fix is told by the line.
 _COLOURS = {"": "#555555", " + LN": "#0072B2", " + skip": "#D55E00", " + skip + LN": "#009E73"}
@@ -104,7 +105,7 @@ def _by_width(rows: list[Record]) -> Any:
     left, right = image.subplots(1, 2)
     sizes = [row["tokens"] for row in rows]
     for layer, colour in ((1, "#0072B2"), (2, "#D55E00")):
-        limit, power = 2 * layer + 1, 2 * layer - 1
+        excess, rank, power = excess_limit(layer), stable_rank_limit(layer), 2 * layer - 1
         left.loglog(
             sizes,
             [row[f"excess_{layer}"] for row in rows],
@@ -114,11 +115,10 @@ def _by_width(rows: list[Record]) -> Any:
         )
         left.loglog(
             sizes,
-            [limit / t**power for t in sizes],
+            [excess / t**power for t in sizes],
             color=colour,
-            label=f"{limit}/T" + (f"$^{power}$" if power > 1 else ""),
+            label=f"{excess:g}/T" + (f"$^{power}$" if power > 1 else ""),
         )
-        edge = (2 * layer + 1) ** (2 * layer + 1) / (2 * layer) ** (2 * layer)
         right.loglog(
             sizes,
             [row[f"fixed_{layer}"] for row in rows],
@@ -128,9 +128,9 @@ def _by_width(rows: list[Record]) -> Any:
         )
         right.loglog(
             sizes,
-            [(2 * layer + 1) / edge**2 * t for t in sizes],
+            [rank * t for t in sizes],
             color=colour,
-            label=f"{(2 * layer + 1) / edge**2:.4f} T",
+            label=f"{rank:.4f} T",
         )
     left.set(title="A: the stable rank tends to 1", xlabel="T = d", ylabel="stable rank − 1")
     right.set(title="A⊥: it grows with T", xlabel="T = d", ylabel="stable rank")

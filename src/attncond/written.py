@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from attncond.lanczos import Bound, Extremes, Side, extremes, least, rounding
+from attncond.lanczos import Bound, Extremes, Side, beside, extremes, rounding
 
 __all__ = ["Written", "matrix_extremes"]
 
@@ -105,9 +105,4 @@ def _deflated(matrix: Tensor, found: Extremes) -> Extremes | None:
     left = float(torch.linalg.matrix_norm(wide.mT @ null, 2))
     if left > rounding(matrix.shape, found.sigma_max) or left * _GAP > values[-count - 1]:
         return None
-    low = least(Written(matrix), side, null, top)
-    if low is None:
-        return None
-    rank, error = size - null.shape[1], found.sigma_max_error
-    at, off, floor = low
-    return Extremes(found.sigma_max, error, at, off, rank, "numerical", rank, floor)
+    return beside(Written(matrix), side, null, found)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attncond.diagnose.measure import singular_values
+from attncond.theory import softmax_jacobian
 
 __all__ = ["BoundedHead", "certificate", "paper_bound"]
 
@@ -59,9 +60,7 @@ def paper_bound(head: BoundedHead) -> float:
 
     The singular values of a block-diagonal matrix are those of its blocks.
     """
-    softmax = torch.linalg.eigvalsh(
-        torch.diag_embed(head.p) - head.p[:, :, None] * head.p[:, None, :]
-    ).abs()
+    softmax = torch.linalg.eigvalsh(softmax_jacobian(head.p)).abs()
     x = max(_pseudo(singular_values(t)) for t in (head.x, head.x_kv))
     q, k, v = (_pseudo(singular_values(w)) for w in head.weights)
     lam = _pseudo(softmax.flatten())

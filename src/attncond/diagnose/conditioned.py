@@ -18,7 +18,7 @@ from attncond.diagnose.replayed import dense_spectrum
 from attncond.head_inputs import Inputs
 from attncond.heads import Heads
 from attncond.jacobian import JacobianSpectrum, memory_limit
-from attncond.lanczos import Bound, Extremes, Operator, Side, extremes, least, rounding
+from attncond.lanczos import Bound, Extremes, Operator, Side, beside, extremes, rounding
 from attncond.rank import reduce_tokens
 from attncond.written import Written
 
@@ -144,12 +144,7 @@ def _resolved(operator: Operator, unmoved: Tensor | None) -> Extremes | None:
     left = torch.stack([operator.adjoint(u) for u in unmoved.mT.contiguous()])
     if float(torch.linalg.matrix_norm(left)) > rounding(operator.shape, found.sigma_max):
         return None
-    low = least(operator, "rows", unmoved, found.sigma_max**2)
-    if low is None:
-        return None
-    rank, error = size - unmoved.shape[1], found.sigma_max_error
-    at, off, floor = low
-    return Extremes(found.sigma_max, error, at, off, rank, "numerical", rank, floor)
+    return beside(operator, "rows", unmoved, found)
 
 
 def _unmoved(y: Tensor, tokens: Tensor, v: Tensor, scale: Tensor, rest: Tensor | None) -> Tensor:
