@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from attncond.errors import ConditioningError
 from attncond.lab.config import Config
@@ -297,9 +297,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--restart", action="store_true", help="start over instead of going on")
 
 
-def run(
-    args: argparse.Namespace, say: Callable[[str], None] = lambda text: print(text, flush=True)
-) -> int:
+def run(args: argparse.Namespace) -> int:
     """Do what the arguments say; the exit code."""
     began = time.time()
     grid: dict[str, list[str]] = {}
@@ -319,8 +317,11 @@ def run(
     _check([r.config for r in due], args.data)
     if _several() and args.jobs > 1:
         raise RunError("--jobs is for one process; torchrun and accelerate started several")
-    if _several() and _rank():
-        say = _silent
+
+    def say(text: str) -> None:
+        if not (_several() and _rank()):
+            print(text, flush=True)
+
     outcomes = run_many(
         runs,
         jobs=args.jobs,
@@ -354,10 +355,6 @@ def _without(args: argparse.Namespace) -> str:
     return " without --restart" if args.restart else ""
 
 
-def _silent(text: str) -> None:
-    pass
-
-
 def _as_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -384,15 +381,13 @@ def interruptible(work: Callable[[], int], without: str = "") -> int:
         return 2
 
 
-def main(argv: Sequence[str] | None = None, **more: Any) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code.
 
     0 all runs ended; 1 some failed, or the time limit came first; 2 a mistake in the call; 130
     Ctrl-C.
     """
-    parser = _Parser(
-        prog="python -m attncond.lab.run", description="Run recipes of the lab.", **more
-    )
+    parser = _Parser(prog="python -m attncond.lab.run", description="Run recipes of the lab.")
     add_arguments(parser)
     args = parser.parse_args(argv)
     return interruptible(lambda: run(args), _without(args))
