@@ -1,7 +1,6 @@
 
 // ---- Curves over ranks and depth: spectra, Jacobians, profiles.
 
-const ROLES = ["q", "k", "v"];
 const roleName = (role) => `W_${role.toUpperCase()}`;
 
 // ---- Spectra of whole projections
