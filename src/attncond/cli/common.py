@@ -11,6 +11,14 @@ import typer
 
 from attncond.errors import ConditioningError
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="timm:NAME, hf:FOLDER (local, with a config.json), or MODULE:FUNCTION, which is "
+        "imported from the current directory and called without arguments.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake.")]
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from attncond.cli.common import Debug, Json, mistakes
+from attncond.cli.common import Debug, Json, Model, mistakes
 from attncond.diagnose import Comparison, Finding, Report
 from attncond.diagnose.command import (
     Job,
@@ -41,14 +41,7 @@ _LISTED = 5
 
 
 def diagnose_command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="timm:NAME, hf:FOLDER (local, with a config.json), or MODULE:FUNCTION, which is "
-            "imported from the current directory and called without arguments.",
-        ),
-    ],
+    source: Model,
     checkpoint: Annotated[
         Path | None,
         typer.Option(

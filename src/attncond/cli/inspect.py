@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from attncond._version import __version__
-from attncond.cli.common import Debug, Json, mistakes
+from attncond.cli.common import Debug, Json, Model, mistakes
 from attncond.inspection import Plan, inspect
 from attncond.sources import build
 
@@ -25,14 +24,7 @@ EXAMPLES = (
 
 
 def inspect_command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="timm:NAME, hf:FOLDER (local, with a config.json), or MODULE:FUNCTION, which is "
-            "imported from the current directory and called without arguments.",
-        ),
-    ],
+    source: Model,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
