@@ -27,6 +27,7 @@ from attncond.diagnose.command import (
 from attncond.diagnose.inputs import Inputs, Wanted, choose
 from attncond.errors import DiagnosisError
 from attncond.loading import load
+from attncond.methods import Method
 from attncond.methods.parse import parse_method
 from attncond.sources import split
 
@@ -173,7 +174,7 @@ def diagnose_command(
     with mistakes(debug):
         # A user's function may print; stdout belongs to the answer.
         with contextlib.redirect_stdout(sys.stderr):
-            methods = [parse_method(name) for name in method or ()]
+            methods = _methods(method or ())
             outputs = [checked_output(path) for path in out or ()]
             before = None if earlier is None else read_earlier(earlier)
             where = _device(device)
@@ -216,6 +217,24 @@ def diagnose_command(
             _show(report, change, written)
         if any(finding.severity == "error" for finding in report.findings):
             raise typer.Exit(1)
+
+
+def _methods(names: Sequence[str]) -> list[Method]:
+    """Those named by --method; Python's own message about a second one speaks of handles."""
+    given: dict[type[Method], str] = {}
+    methods = []
+    for name in names:
+        method = parse_method(name)
+        first = given.get(type(method))
+        if first is not None:
+            raise DiagnosisError(
+                f"--method {first} and --method {name} are both {type(method).__name__}, and a "
+                "model takes one of a kind: leave one out. --compare shows one beside the "
+                "report of the other."
+            )
+        given[type(method)] = name
+        methods.append(method)
+    return methods
 
 
 def _device(name: str) -> torch.device:
