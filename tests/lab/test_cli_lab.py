@@ -94,6 +94,8 @@ def test_show_says_what_settings_mean_and_stays_yaml() -> None:
         (("status", "nowhere"), "there is no folder or file 'nowhere'"),
         (("status",), "there is no folder or file 'runs'"),
         (("figure", "2"), "there is no folder or file 'runs'"),
+        (("figure", "4"), "there is no figure 4 here; there are"),
+        (("figure", "2", "--out", "f.jpg"), "should end in .png"),
         (("table", "3"), "there are 1, 5"),
         (("table", "1", "--format", "pdf"), "there are text, markdown"),
         (("table", "1", "--on", "train"), "test and validation"),

@@ -290,10 +290,10 @@ def figure_command(
 ) -> None:
     """Draw one of the papers' figures from runs."""
     with _told(debug):
-        from attncond.lab.figures import figure
+        from attncond.lab.figures import check_figure, figure
         from attncond.lab.results import load_runs
 
-        path = out or Path(f"figure-{number}.png")
+        path = check_figure(number, out or Path(f"figure-{number}.png"))
         print(f"Written: {figure(number, load_runs(runs or [_DEFAULT]), path, variant)}")
 
 

@@ -43,14 +43,8 @@ def figure(
         ResultsError: No such figure, another ending, or no runs that it could be drawn from; the
             message has the command that makes them.
     """
-    name, path = str(name), Path(path)
-    if name not in FIGURES:
-        raise ResultsError(f"there is no figure {name} here; there are {', '.join(FIGURES)}")
-    if path.suffix.lower() not in SUFFIXES:
-        raise ResultsError(f"{path} should end in {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ResultsError(f"{path} cannot be written: there is no folder {path.parent}")
-    image = FIGURES[name](group(runs), variant)
+    path = check_figure(name, path)
+    image = FIGURES[str(name)](group(runs), variant)
     draft = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         image.savefig(draft, dpi=150)
@@ -59,6 +53,18 @@ def figure(
         raise ResultsError(f"{path} cannot be written: {error}") from error
     finally:
         draft.unlink(missing_ok=True)
+    return path
+
+
+def check_figure(name: str | int, path: str | os.PathLike[str]) -> Path:
+    """The path, or `ResultsError` where it or the figure's name is wrong, whatever the runs."""
+    path = Path(path)
+    if str(name) not in FIGURES:
+        raise ResultsError(f"there is no figure {name} here; there are {', '.join(FIGURES)}")
+    if path.suffix.lower() not in SUFFIXES:
+        raise ResultsError(f"{path} should end in {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ResultsError(f"{path} cannot be written: there is no folder {path.parent}")
     return path
 
 
