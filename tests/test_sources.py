@@ -148,6 +148,14 @@ def test_functions_of_the_user(here: Path, name: str, said: str) -> None:
         build(f"theirs:{name}")
 
 
+def test_models_of_torchvision_are_found_one_level_down(here: Path) -> None:
+    pytest.importorskip("torchvision")
+    with pytest.raises(SourceError, match=r"Did you mean torchvision\.models:vit_b_16\?$"):
+        build("torchvision:vit_b_16")
+    with pytest.raises(SourceError, match=r"torchvision has no 'qqqq'\.$"):
+        build("torchvision:qqqq")
+
+
 def test_modules_that_cannot_be_imported(here: Path) -> None:
     (here / "theirs.py").write_text("import torch\nraise OSError('no disk')\n")
     (here / "leaves.py").write_text("import sys\nsys.exit(1)\n")

@@ -186,6 +186,16 @@ def _from_function(module_name: str, function_name: str) -> nn.Module:
     return model
 
 
+def _elsewhere(module_name: str, function_name: str) -> str:
+    """Libraries keep their models one level down: torchvision:vit_b_16 is torchvision.models'."""
+    try:
+        models = importlib.import_module(f"{module_name}.models")
+    except Exception:  # a guess for a message; whatever is wrong there is not what was asked for
+        return ""
+    found = callable(getattr(models, function_name, None))
+    return f" Did you mean {module_name}.models:{function_name}?" if found else ""
+
+
 def call(module_name: str, function_name: str, hint: str = "") -> Any:
     """What a function of the user's returns; its module is imported from here or installed."""
     here = os.getcwd()
@@ -218,7 +228,8 @@ def call(module_name: str, function_name: str, hint: str = "") -> Any:
     factory = getattr(module, function_name, None)
     if factory is None:
         names = [n for n, value in vars(module).items() if callable(value)]
-        raise SourceError(f"{module_name} has no '{function_name}'." + close(function_name, names))
+        near = close(function_name, names) or _elsewhere(module_name, function_name)
+        raise SourceError(f"{module_name} has no '{function_name}'." + near)
     if not callable(factory) or isinstance(factory, nn.Module):
         raise SourceError(
             f"{where} is not a function but of type {type(factory).__name__}; name one that "
