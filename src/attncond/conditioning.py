@@ -72,9 +72,9 @@ def condition(
     if done := [path or "the model" for path, _ in _carriers(model, type(method))]:
         carry = f"and {len(done) - 1} more carry" if len(done) > 1 else "carries"
         raise AlreadyConditionedError(
-            f"{done[0]} {carry} {type(method).__name__} already. "
-            "ac.handle(model) gives the handle: remove() takes it off, fold() makes it part of the "
-            "weights where that is possible."
+            f"{done[0]} {carry} {(name := type(method).__name__)} already. "
+            f"ac.handle(model, ac.{name}) gives the handle: remove() takes it off, fold() makes it "
+            "part of the weights where that is possible."
         )
     if not isinstance(method, Spectral):
         return Handle(model, method, heads=_condition_heads(model, plan, method, skip_unsupported))
