@@ -108,6 +108,8 @@ def test_other_mistakes_are_told_as_they_are():
     with pytest.raises(DiagnosisError, match="none of the model's") as told:
         job(Stack("a"), own=False, layers=[7]).run((), None)
     assert "made by attncond" not in str(told.value)
+    assert "numbered from 0: " in str(told.value)
+    assert "..." not in str(told.value)  # those named are all
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.HTM", "new/deeper/r.json"])

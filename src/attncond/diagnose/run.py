@@ -71,9 +71,10 @@ def choose_sites(
         else:
             found = {i for i in range(len(sites)) if i in (layer, layer + len(sites))}
         if not found:
-            known = ", ".join(s.path or "''" for s in sites[:3])
+            known = [s.path or "''" for s in sites[:3]] + ["..."] * (len(sites) > 3)
             raise DiagnosisError(
-                f"layers: {layer!r} is none of the model's {len(sites)} attentions ({known}, ...)"
+                f"layers: {layer!r} is none of the model's {len(sites)} attentions, which are "
+                f"numbered from 0: {', '.join(known)}"
             )
         chosen |= found
     return [(i, sites[i]) for i in sorted(chosen)]
