@@ -117,6 +117,27 @@ def test_changes_are_drawn_and_listed(browser, reports):
     browser.check()
 
 
+def test_a_history_opens_with_the_weights_and_the_loss_below_on_the_same_steps(browser):
+    record = history()
+    for entry in record["records"]:
+        entry["loss"] = entry["loss"] if entry["step"] else None  # none before the first step
+        for row in entry["rows"]:
+            row["values"] = {"entropy_relative": 0.9, **row["values"]}  # a probe's
+    browser.open(record=record)
+    quantity = "return document.querySelector('[data-control=history-quantity]').value"
+    assert browser.js(quantity) == "q_kappa"
+    steps = [
+        browser.js(
+            f"return [...document.querySelectorAll('#{chart} text.tick[text-anchor=middle]')]"
+            ".map((t) => t.textContent)"
+        )
+        for chart in ("history-chart", "loss-chart")
+    ]
+    assert steps[0] == steps[1]
+    assert steps[0][0] == "0"
+    browser.check()
+
+
 def test_a_history_has_a_line_for_each_layer(browser):
     browser.open(record=history())
     assert browser.count("section") == 1

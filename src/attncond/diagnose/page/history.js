@@ -22,7 +22,7 @@ function historySection() {
   if (names.length) parts.push(...historyParts(records, names));
   if (losses.length) {
     const canvas = el("div", { class: "canvas", id: "loss-chart" });
-    drawing(canvas, (box, width) => drawLoss(box, width, losses));
+    drawing(canvas, (box, width) => drawLoss(box, width, records, losses));
     parts.push(el("h3", {}, "Loss"), canvas);
   }
   section("history", "Through training", ...parts);
@@ -31,7 +31,8 @@ function historySection() {
 function historyParts(records, names) {
   const rows = records.flatMap((record) => record.rows);
   const possible = (name) => OVER.filter(([, , join]) => measured(rows.filter((row) => (join === null) === (row.head === null || row.head === undefined)), name));
-  const state = { name: preferred(names), over: "", log: true };
+  // A monitor is there for κ of the weights, whatever its probe measures besides.
+  const state = { name: names.includes("q_kappa") ? "q_kappa" : preferred(names), over: "", log: true };
   const canvas = el("div", { class: "canvas", id: "history-chart" });
   const key = el("div");
   const note = el("p", { class: "hint" });
@@ -111,9 +112,9 @@ function drawHistory(canvas, width, records, state, key, note) {
   note.textContent = hidden ? `${plural(hidden, "value")} without a place on this scale (NaN${chart.log ? ", or not above 0" : ""}) ${hidden === 1 ? "is" : "are"} not drawn.` : "";
 }
 
-function drawLoss(canvas, width, losses) {
+function drawLoss(canvas, width, records, losses) {
   const values = losses.map((record) => number(record.loss));
-  const chart = frame(canvas, width, { height: 200, x: { values: losses.map((record) => record.step), label: "step" }, y: { values }, label: "Loss over the steps" });
+  const chart = frame(canvas, width, { height: 200, x: { values: records.map((record) => record.step), label: "step" }, y: { values }, label: "Loss over the steps" });
   const points = losses.map((record, j) => [chart.across(record.step), chart.up(values[j])]);
   chart.root.append(trace(points, { class: "mark line q" }));
   if (losses.length <= 60) for (const [x, y] of points) if (y !== null) chart.root.append(dot(x, y, { class: "q", r: 2.2 }));
