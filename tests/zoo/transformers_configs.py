@@ -164,7 +164,9 @@ CASES: dict[str, Case] = {
         },
     ),
     "convbert": Case(2),
-    "convnext": Case(0, config={"image_size": 64}),
+    "convnext": Case(
+        0, config={"image_size": 64, "num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1]}
+    ),
     "cpmant": Case(2),
     "ctrl": Case(2),
     "cvt": Case(
