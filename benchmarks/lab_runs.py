@@ -45,13 +45,15 @@ CHOOSE: dict[str, list[Part]] = {
         (["vit"], ["spectral-qk", "spectral-v", "spectral-head"], [0]),
         (["deit", "vit"], ["spectral-1.5"], [0]),
     ],
-    # Larger effective weights.
+    # Larger effective weights, and smaller ones.
     "gain": [
         (["swin"], ["spectral-gain-2-tuned-0.5", "spectral-gain-2"], [0, 1]),
         (["davit"], ["spectral-gain-2-tuned-0.5", "spectral-gain-2"], [0, 1]),
         (["xcit"], ["spectral-gain-2"], [0]),
         (["swin", "davit"], ["spectral-gain-3-tuned-0.35"], [0]),
         (["deit", "vit"], ["spectral-gain-1.5", "spectral-gain-2-tuned-0.5"], [0]),
+        (["swin", "davit"], ["spectral-gain-0.5", "spectral-gain-0.7"], [0, 1]),
+        (["deit", "vit"], ["spectral-gain-0.7"], [0]),
     ],
     # Methods together, and RemoveGap() at the rates that the stock Swin likes.
     "combine": [
@@ -96,7 +98,11 @@ def runs(stage: str, form: str, out: Path) -> Iterator[Planned]:
     if stage in OTHERS:
         recipe, variants, seeds = OTHERS[stage]
         for seed in seeds:  # all variants once before any of them twice
-            yield from plan([recipe], out, form=form, variants=variants, seeds=[seed])
+            # Only the first is watched: Jacobians take longer than the training.
+            more = {"watch.every": "0", "watch.probe": "false"} if seed else None
+            yield from plan(
+                [recipe], out, form=form, variants=variants, seeds=[seed], overrides=more
+            )
         return
     for architectures, variants, seeds in (CHOOSE | TEST)[stage]:
         names = [f"{name}-cifar10" for name in architectures]
