@@ -36,7 +36,6 @@ BACKWARD = [(64, 8, 1), (64, 8, 2), (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 16,
 RUNNING = [(16, 256, 1, 1, 16), (8, 256, 1, 1, 16), (8, 256, 1, 1, 32), (16, 256, 1, 1, 8)]
 RUNNING += [(16, 256, 1, 1, 32), (16, 256, 1, 2, 16), (8, 256, 1, 2, 16), (8, 256, 1, 3, 16)]
 RUNNING += [(8, 256, 1, 2, 8), (4, 256, 1, 1, 32), (8, 256, 1, 1, 64)]
-RUNNING += [(16, 128, 1, 1, 16), (32, 128, 1, 1, 16), (8, 256, 2, 1, 16), (16, 256, 2, 1, 16)]
 
 
 def heads(batch: int, tokens: int, count: int = 12, channels: int = 64) -> list[Tensor]:
@@ -160,18 +159,15 @@ def tune_running(record: Callable[[str, Callable[[], Any]], None]) -> None:
 
     record("error causal", lambda: error(ours, plain, heads(2, 1024)))
     for running.TILE in RUNNING:
-        sums, shares, new = running._room(x), running._room(x), torch.empty_like(o)
-        passes = {
-            "sums": (running._sum_parts, [x], sums),
-            "mean": (running._less_mean, [o, x, o], sums),
-            "restore": (running._restore, [o, x, new, g], sums, shares),
-            "later": (running._less_later, [o, g, o], shares),
-        }
+        sums = running._sums(x, shares=False)
         record(
             f"running {running.TILE}",
-            lambda passes=passes: {
-                name: on_device(lambda call=call: running._launch(*call))
-                for name, call in passes.items()
+            lambda sums=sums: {
+                "sums": on_device(lambda: running._sums(x, shares=True)),
+                "mean": on_device(
+                    lambda: running._pass(running._add_mean, o, x, sums, into=o, SIGN=-1.0)
+                ),
+                "later": on_device(lambda: running._pass(running._less_later, o, g, sums, into=o)),
             },
         )
 

@@ -89,7 +89,7 @@ def _short(call, case, form, dtype: torch.dtype, device: str) -> list[float]:
 
 
 def running_errors(case, parts: int, dtype: torch.dtype, device: str) -> list[float]:
-    """Of the passes beside attention: outputs less the mean and with it again, and dV's part.
+    """Of the two passes beside attention: outputs less the mean, and what adds to dV.
 
     Once with the heads of a token side by side, once with the tokens of a head.
     """
@@ -105,12 +105,12 @@ def running_errors(case, parts: int, dtype: torch.dtype, device: str) -> list[fl
     pairs: list[tuple[Tensor, Tensor]] = []
     for lay in (lambda t: t, Tensor.contiguous):
         x, y, g = lay(o), lay(v), lay(grad)
-        sums, shares = running._room(y), running._room(g)
-        less, back, added = torch.empty_like(x), running.empty_heads(x), x.clone()
-        running._launch(running._sum_parts, [y], sums)
-        running._launch(running._less_mean, [x, y, less], sums)
-        running._launch(running._restore, [less, y, back, g], sums, shares)
-        running._launch(running._less_later, [added, g, added], shares)
+        sums, shares = running._sums(y, shares=False), running._sums(g, shares=True)
+        less = running._pass(running._add_mean, x, y, sums, SIGN=-1.0)
+        back = running._pass(running._add_mean, lay(less), y, sums, SIGN=1.0)
+        place = x.clone()
+        added = running._pass(running._less_later, place, g, shares, into=place)
+        assert added is place
         pairs += [(less, right), (back, o), (added, o + later)]
     return [((a.double() - b).norm() / b.norm().clamp_min(1)).item() for a, b in pairs]
 
@@ -136,7 +136,7 @@ def compiled_for_hopper(kernel, constants: dict[str, object], warps: int, stages
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    wide = {"mean", "norm", "ratio", "sums", "shares"}
+    wide = {"mean", "norm", "ratio", "sums"}
     tensors = wide | {"q", "k", "v", "x", "g", "out", "grad", "dq", "dk", "dv"}
     signature = {
         name: "constexpr"

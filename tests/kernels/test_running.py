@@ -15,12 +15,13 @@ def test_interpreted_it_is_the_definition(interpreted, case, parts) -> None:
 def test_it_compiles_for_a_card_that_is_not_here(channels) -> None:
     running = pytest.importorskip("attncond.kernels.running")
     block, width, warps, stages, parts = running.TILE
-    tile = {"B": block, "C": min(width, channels), "PARTS": parts, "STAGES": stages}
-    for kernel in (
-        *(running._sum_parts, running._less_mean),
-        *(running._restore, running._less_later),
+    for kernel, more in (
+        (running._sum_parts, {"SHARES": True}),
+        (running._add_mean, {"SIGN": -1.0}),
+        (running._less_later, {}),
     ):
-        assert ".target sm_90" in compiled_for_hopper(kernel, tile, warps, stages)
+        tile = {"B": block, "C": min(width, channels), "PARTS": parts, "STAGES": stages}
+        assert ".target sm_90" in compiled_for_hopper(kernel, tile | more, warps, stages)
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")

@@ -48,144 +48,125 @@ def _tile(x, row, channel, rows, stride):
 
 
 @triton.jit
-def _put(out, row, channel, rows, stride, y):
-    tl.store(
-        out + row[:, None] * stride + channel[None, :],
-        y.to(out.dtype.element_ty),
-        mask=row[:, None] < rows,
-    )
-
-
-@triton.jit
 def _weight(row):
     """Of each key that a row sees."""
     return (1.0 / (row + 1).to(tl.float32))[:, None]
 
 
 @triton.jit
-def _place(heads, part, C: tl.constexpr):
+def _place(heads, rows, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
     """Which item, head, channels and rows this program is for."""
     head = tl.program_id(0)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     channel = tl.program_id(1) * C + tl.arange(0, C)
-    return b, h, channel, tl.program_id(2) * part
+    part = tl.cdiv(tl.cdiv(rows, B), PARTS) * B
+    first = tl.program_id(2) * part
+    return b, h, channel, first, min(first + part, tl.cdiv(rows, B) * B)
 
 
 @triton.jit
-def _own_sum(sums, b, h, heads, channel, C: tl.constexpr, PARTS: tl.constexpr):
-    """Where the sums of this program's rows are, of the (items, PARTS, heads, channels)."""
-    width = tl.num_programs(1) * C
-    return sums + ((b * PARTS + tl.program_id(2)) * heads + h) * width + channel
-
-
-@triton.jit
-def _all_sums(sums, b, h, heads, channel, C: tl.constexpr, PARTS: tl.constexpr):
-    """Where those of all parts are: (PARTS, C)."""
+def _sums_of(sums, b, h, heads, channel, C: tl.constexpr, PARTS: tl.constexpr):
+    """Where the sums of all parts are: (PARTS, C) of the (items, PARTS, heads, channels)."""
     width = tl.num_programs(1) * C
     part = tl.arange(0, PARTS)
     return sums + ((b * PARTS + part[:, None]) * heads + h) * width + channel[None, :]
 
 
 @triton.jit
-def _sum_parts(x, sums, heads, rows, part, xb, xh, xn,
-               B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-               STAGES: tl.constexpr):  # fmt: skip
-    """The sum of x_i over the rows of each part."""
-    b, h, channel, first = _place(heads, part, C)
+def _sum_parts(x, sums, heads, rows, xb, xh, xn, B: tl.constexpr, C: tl.constexpr,
+               PARTS: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """The sum of x_i, or of x_i/i, over the rows of each part."""
+    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
     total = tl.zeros([C], dtype=tl.float32)
-    for start in tl.range(first, min(first + part, rows), B, num_stages=STAGES):
+    for start in tl.range(first, last, B, num_stages=STAGES):
         row = start + tl.arange(0, B)
-        total += tl.sum(_tile(x, row, channel, rows, xn).to(tl.float32), 0)
-    tl.store(_own_sum(sums, b, h, heads, channel, C, PARTS), total)
+        tile = _tile(x, row, channel, rows, xn).to(tl.float32)
+        if SHARES:
+            tile *= _weight(row)
+        total += tl.sum(tile, 0)
+    width = tl.num_programs(1) * C
+    tl.store(sums + ((b * PARTS + tl.program_id(2)) * heads + h) * width + channel, total)
 
 
 @triton.jit
-def _less_mean(x, v, out, sums, heads, rows, part, xb, xh, xn, vb, vh, vn, rb, rh, rn,
-               B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-               STAGES: tl.constexpr):  # fmt: skip
-    """out_i = x_i − (v_1 + ... + v_i)/i for some channels and rows of one head."""
-    b, h, channel, first = _place(heads, part, C)
+def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
+              B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+              SIGN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """out_i = x_i ± (v_1 + ... + v_i)/i for some channels and rows of one head."""
+    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
     v += b * vb + h * vh
     out += b * rb + h * rh
     earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
-    all_sums = _all_sums(sums, b, h, heads, channel, C, PARTS)
+    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
     before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
-    for start in tl.range(first, min(first + part, rows), B, num_stages=STAGES):
+    for start in tl.range(first, last, B, num_stages=STAGES):
         row = start + tl.arange(0, B)
         tile = _tile(v, row, channel, rows, vn).to(tl.float32)
         y = _tile(x, row, channel, rows, xn).to(tl.float32)
-        y -= _weight(row) * (tl.cumsum(tile, 0) + before[None, :])
+        y += SIGN * _weight(row) * (tl.cumsum(tile, 0) + before[None, :])
         before += tl.sum(tile, 0)
-        _put(out, row, channel, rows, rn, y)
+        tl.store(
+            out + row[:, None] * rn + channel[None, :],
+            y.to(out.dtype.element_ty),
+            mask=row[:, None] < rows,
+        )
 
 
 @triton.jit
-def _restore(x, v, out, g, sums, shares, heads, rows, part,
-             xb, xh, xn, vb, vh, vn, rb, rh, rn, gb, gh, gn,
-             B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-             STAGES: tl.constexpr):  # fmt: skip
-    """out_i = x_i + (v_1 + ... + v_i)/i, and on the way the sum of g_i/i over each part."""
-    b, h, channel, first = _place(heads, part, C)
-    x += b * xb + h * xh
-    v += b * vb + h * vh
-    out += b * rb + h * rh
-    g += b * gb + h * gh
-    earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
-    all_sums = _all_sums(sums, b, h, heads, channel, C, PARTS)
-    before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
-    total = tl.zeros([C], dtype=tl.float32)
-    for start in tl.range(first, min(first + part, rows), B, num_stages=STAGES):
-        row = start + tl.arange(0, B)
-        tile = _tile(v, row, channel, rows, vn).to(tl.float32)
-        y = _tile(x, row, channel, rows, xn).to(tl.float32)
-        total += tl.sum(_tile(g, row, channel, rows, gn).to(tl.float32) * _weight(row), 0)
-        y += _weight(row) * (tl.cumsum(tile, 0) + before[None, :])
-        before += tl.sum(tile, 0)
-        _put(out, row, channel, rows, rn, y)
-    tl.store(_own_sum(shares, b, h, heads, channel, C, PARTS), total)
-
-
-@triton.jit
-def _less_later(x, g, out, shares, heads, rows, part, xb, xh, xn, gb, gh, gn, rb, rh, rn,
+def _less_later(x, g, sums, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
                 B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
                 STAGES: tl.constexpr):  # fmt: skip
     """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...) for some channels and rows of one head."""
-    b, h, channel, first = _place(heads, part, C)
+    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
     x += b * xb + h * xh
     g += b * gb + h * gh
     out += b * rb + h * rh
     own_and_later = tl.arange(0, PARTS)[:, None] >= tl.program_id(2)
-    all_shares = _all_sums(shares, b, h, heads, channel, C, PARTS)
-    rest = tl.sum(tl.load(all_shares, mask=own_and_later, other=0.0), 0)
-    for start in tl.range(first, min(first + part, rows), B, num_stages=STAGES):
+    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
+    rest = tl.sum(tl.load(all_sums, mask=own_and_later, other=0.0), 0)
+    for start in tl.range(first, last, B, num_stages=STAGES):
         row = start + tl.arange(0, B)
         share = _tile(g, row, channel, rows, gn).to(tl.float32) * _weight(row)
         y = _tile(x, row, channel, rows, xn).to(tl.float32)
         y -= rest[None, :] - tl.cumsum(share, 0) + share
         rest -= tl.sum(share, 0)
-        _put(out, row, channel, rows, rn, y)
+        tl.store(
+            out + row[:, None] * rn + channel[None, :],
+            y.to(out.dtype.element_ty),
+            mask=row[:, None] < rows,
+        )
 
 
-def _launch(kernel: Any, given: list[Tensor], *sums: Tensor) -> None:
-    """A kernel over all heads: of ``given`` it reads some and writes one, and has sums of parts."""
+def _launch(kernel: Any, given: list[Tensor], sums: Tensor, **more: Any) -> None:
+    """A kernel over all heads of ``given``, the last of which is what it writes, if not sums."""
     batch, heads, rows, channels = given[0].shape
     if all(t.stride(1) == channels for t in given):  # heads side by side are one wide head
         heads, channels = 1, heads * channels
     block, width, warps, stages, parts = TILE
     width = math.gcd(width, channels)
-    part = triton.cdiv(triton.cdiv(rows, block), parts) * block
     options = {"B": block, "C": width, "PARTS": parts, "STAGES": stages, "num_warps": warps}
+    arguments = [*given[:2], sums, *given[2:]]
     wrap_triton(kernel)[(batch * heads, channels // width, parts)](
-        *given, *sums, heads, rows, part, *strides(*given), **options
+        *arguments, heads, rows, *strides(*given), **options, **more
     )
 
 
-def _room(like: Tensor) -> Tensor:
-    """For the sum over the rows of each part: (items, parts, heads, channels)."""
-    batch, heads, _, channels = like.shape
-    return like.new_empty((batch, TILE[-1], heads, channels), dtype=torch.float32)
+def _sums(x: Tensor, shares: bool) -> Tensor:
+    """Of x_i, or of x_i/i, over the rows of each part: (items, parts, heads, channels)."""
+    batch, heads, _, channels = x.shape
+    sums = x.new_empty((batch, TILE[-1], heads, channels), dtype=torch.float32)
+    _launch(_sum_parts, [x], sums, SHARES=shares)
+    return sums
+
+
+def _pass(kernel: Any, x: Tensor, other: Tensor, sums: Tensor, into: Tensor | None = None,
+          **more: Any) -> Tensor:  # fmt: skip
+    """One of the two kernels over all heads: x and what it says to add to it."""
+    result = empty_heads(x) if into is None else into
+    _launch(kernel, [x, other, result], sums, **more)
+    return result
 
 
 @triton_op("attncond::causal_attention", mutates_args={})
@@ -194,9 +175,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = _cudnn(query, key, value, None, True, 0.0, True, False, scale=scale)
     output, logsumexp, seed, offset = dense(found[0]), found[1], found[6], found[7]
-    sums = _room(value)
-    _launch(_sum_parts, [value], sums)
-    _launch(_less_mean, [output, value, output], sums)
+    sums = _sums(value, shares=False)
+    output = _pass(_add_mean, output, value, sums, into=output, SIGN=-1.0)
     return output, sums, logsumexp, seed, offset
 
 
@@ -213,16 +193,15 @@ def _attend_backward(
     offset: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output, shares = empty_heads(out), _room(grad)
-    _launch(_restore, [out, value, output, grad], sums, shares)
+    shares = _sums(grad, shares=True)  # first, while what made it has left it in the cache
+    output = _pass(_add_mean, out, value, sums, SIGN=1.0)
     dq, dk, dv = _cudnn_backward(
         *(grad, query, key, value, output, logsumexp, seed, offset),
         *(None, None, None, query.shape[2], key.shape[2], 0.0, True),
         scale=scale,
     )
     dv = dense(dv)
-    _launch(_less_later, [dv, grad, dv], shares)
-    return dq, dk, dv
+    return dq, dk, _pass(_less_later, dv, grad, shares, into=dv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
