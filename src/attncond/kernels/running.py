@@ -25,9 +25,9 @@ from torch.library import triton_op, wrap_triton
 
 from attncond.kernels.layout import dense, empty_heads, strides
 
-# Rows and channels at a time, warps, stages, and programs that share the rows of a head. Not tuned
-# yet: benchmarks/head_tuning.py tells the fastest on a card.
-TILE = (16, 256, 1, 1, 16)
+# Rows and channels at a time, warps, stages, and programs that share the rows of a head: the best
+# of benchmarks/head_tuning.py on an H200.
+TILE = (8, 256, 1, 3, 16)
 
 # cuDNN's attention is what torch prefers on the cards that kernels/__init__.py asks for.
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
