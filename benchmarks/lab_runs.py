@@ -153,17 +153,21 @@ def all_of(args: argparse.Namespace) -> int:
     # waits for the last run of a stage is a part of the GPU that waits.
     for test, stages in itertools.groupby(args.stages, lambda stage: stage not in CHOOSE):
         there = known(args.known, test)
-        wanted = {run.folder: run for stage in stages for run in runs(stage, args.form, args.out)}
-        todo = {folder: run for folder, run in wanted.items() if key(run) not in there}
+        # Recipes share experiments: each is run once.
+        wanted: dict[tuple[str, int, bool], Planned] = {}
+        for stage in stages:
+            for run in runs(stage, args.form, args.out):
+                wanted.setdefault(key(run), run)
+        todo = [run for name, run in wanted.items() if name not in there]
         print(
             f"{len(todo)} runs to make, {len(wanted) - len(todo)} are in the collections",
             flush=True,
         )
         if args.plan:
-            print(*todo, sep="\n")
+            print(*(run.folder for run in todo), sep="\n")
             continue
         found = run_many(
-            list(todo.values()),
+            todo,
             jobs=args.jobs,
             data=args.data,
             test=test,

@@ -107,8 +107,8 @@ def _steps(runs: Sequence[Run], folder: Path) -> str:
         for name, label in STEPS.items():
             if (row := record["variants"].get(name)) is not None:
                 spread = f"{row['ratio_min']:.3f} to {row['ratio_max']:.3f}"
-                numbers = [row[key] for key in ("ratio", "fastest_ratio", "kernel_ratio")]
-                median, fastest, kernels = (f"{number:.3f}" for number in numbers)
+                numbers = [row.get(key) for key in ("ratio", "fastest_ratio", "kernel_ratio")]
+                median, fastest, kernels = ("–" if n is None else f"{n:.3f}" for n in numbers)
                 memory = f"{row['peak_memory_ratio']:.3f}"
                 rows.append((model, label, median, spread, fastest, kernels, memory))
     if not rows:
