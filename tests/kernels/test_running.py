@@ -20,7 +20,7 @@ def test_it_compiles_for_a_card_that_is_not_here(channels) -> None:
         (running._add_mean, {"SIGN": -1.0}),
         (running._less_later, {}),
     ):
-        tile = {"B": block, "C": min(width, channels), "PARTS": parts, "STAGES": stages}
+        tile = {"B": block, "C": min(width, channels), "PARTS": parts, "STAGES": stages, "EACH": 2}
         assert ".target sm_90" in compiled_for_hopper(kernel, tile | more, warps, stages)
 
 

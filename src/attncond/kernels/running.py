@@ -34,10 +34,10 @@ _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
-# All rows at once: a loop from the first row to the last waits for memory at each turn. So the rows
-# of a head go to PARTS programs, and the sum of what lies before (or after) each part is known to
-# all of them from a pass before, over one of the two tensors. A warp is as wide as a tile
-# of B rows: each thread has all B of its channels, and no sum leaves its registers.
+# The rows of a head go to PARTS programs, and the sum of what lies before (or after) each part is
+# known to all of them from a pass before, over one of the two tensors and all parts but one. A warp
+# is as wide as a tile of B rows: each thread has all B of its channels, and no sum leaves its
+# registers.
 
 
 @triton.jit
@@ -54,13 +54,15 @@ def _weight(row):
 
 
 @triton.jit
-def _place(heads, rows, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
-    """Which item, head, channels and rows this program is for."""
+def _place(heads, rows, number, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+           EACH: tl.constexpr):  # fmt: skip
+    """Which item, head, channels and rows a program is for that has this number of the parts."""
     head = tl.program_id(0)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    channel = tl.program_id(1) * C + tl.arange(0, C)
+    # Said to be contiguous for EACH only, or a thread would take more channels and fewer rows.
+    channel = tl.program_id(1) * C + tl.max_contiguous(tl.arange(0, C), EACH)
     part = tl.cdiv(tl.cdiv(rows, B), PARTS) * B
-    first = tl.program_id(2) * part
+    first = number * part
     return b, h, channel, first, min(first + part, tl.cdiv(rows, B) * B)
 
 
@@ -74,9 +76,11 @@ def _sums_of(sums, b, h, heads, channel, C: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _sum_parts(x, sums, heads, rows, xb, xh, xn, B: tl.constexpr, C: tl.constexpr,
-               PARTS: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """The sum of x_i, or of x_i/i, over the rows of each part."""
-    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
+               PARTS: tl.constexpr, EACH: tl.constexpr, SHARES: tl.constexpr,
+               STAGES: tl.constexpr):  # fmt: skip
+    """The sum of x_i over the rows of each part but the last, or of x_i/i of each but the first."""
+    number = tl.program_id(2) + (1 if SHARES else 0)
+    b, h, channel, first, last = _place(heads, rows, number, B, C, PARTS, EACH)
     x += b * xb + h * xh
     total = tl.zeros([C], dtype=tl.float32)
     for start in tl.range(first, last, B, num_stages=STAGES):
@@ -86,21 +90,23 @@ def _sum_parts(x, sums, heads, rows, xb, xh, xn, B: tl.constexpr, C: tl.constexp
             tile *= _weight(row)
         total += tl.sum(tile, 0)
     width = tl.num_programs(1) * C
-    tl.store(sums + ((b * PARTS + tl.program_id(2)) * heads + h) * width + channel, total)
+    tl.store(sums + ((b * PARTS + number) * heads + h) * width + channel, total)
 
 
 @triton.jit
 def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
-              B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+              B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
               SIGN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out_i = x_i ± (v_1 + ... + v_i)/i for some channels and rows of one head."""
-    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
+    b, h, channel, first, last = _place(heads, rows, tl.program_id(2), B, C, PARTS, EACH)
     x += b * xb + h * xh
     v += b * vb + h * vh
     out += b * rb + h * rh
-    earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
-    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
-    before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
+    before = tl.zeros([C], dtype=tl.float32)
+    if PARTS > 1:
+        earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
+        all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
+        before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
     for start in tl.range(first, last, B, num_stages=STAGES):
         row = start + tl.arange(0, B)
         tile = _tile(v, row, channel, rows, vn).to(tl.float32)
@@ -116,22 +122,24 @@ def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
 
 @triton.jit
 def _less_later(x, g, sums, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn,
-                B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+                B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
                 STAGES: tl.constexpr):  # fmt: skip
     """out_j = x_j − (g_j/j + g_{j+1}/(j+1) + ...) for some channels and rows of one head."""
-    b, h, channel, first, last = _place(heads, rows, B, C, PARTS)
+    b, h, channel, first, last = _place(heads, rows, tl.program_id(2), B, C, PARTS, EACH)
     x += b * xb + h * xh
     g += b * gb + h * gh
     out += b * rb + h * rh
-    own_and_later = tl.arange(0, PARTS)[:, None] >= tl.program_id(2)
-    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
-    rest = tl.sum(tl.load(all_sums, mask=own_and_later, other=0.0), 0)
-    for start in tl.range(first, last, B, num_stages=STAGES):
-        row = start + tl.arange(0, B)
+    rest = tl.zeros([C], dtype=tl.float32)
+    if PARTS > 1:
+        later = tl.arange(0, PARTS)[:, None] > tl.program_id(2)
+        all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
+        rest = tl.sum(tl.load(all_sums, mask=later, other=0.0), 0)
+    for back in tl.range(0, last - first, B, num_stages=STAGES):  # from the last row to the first
+        row = last - B - back + tl.arange(0, B)
         share = _tile(g, row, channel, rows, gn).to(tl.float32) * _weight(row)
         y = _tile(x, row, channel, rows, xn).to(tl.float32)
+        rest += tl.sum(share, 0)
         y -= rest[None, :] - tl.cumsum(share, 0) + share
-        rest -= tl.sum(share, 0)
         tl.store(
             out + row[:, None] * rn + channel[None, :],
             y.to(out.dtype.element_ty),
@@ -147,8 +155,10 @@ def _launch(kernel: Any, given: list[Tensor], sums: Tensor, **more: Any) -> None
     block, width, warps, stages, parts = TILE
     width = math.gcd(width, channels)
     options = {"B": block, "C": width, "PARTS": parts, "STAGES": stages, "num_warps": warps}
+    options["EACH"] = max(1, width // (32 * warps))
     arguments = [*given[:2], sums, *given[2:]]
-    wrap_triton(kernel)[(batch * heads, channels // width, parts)](
+    programs = parts if len(given) > 1 else parts - 1
+    wrap_triton(kernel)[(batch * heads, channels // width, programs)](
         *arguments, heads, rows, *strides(*given), **options, **more
     )
 
@@ -157,7 +167,8 @@ def _sums(x: Tensor, shares: bool) -> Tensor:
     """Of x_i, or of x_i/i, over the rows of each part: (items, parts, heads, channels)."""
     batch, heads, _, channels = x.shape
     sums = x.new_empty((batch, TILE[-1], heads, channels), dtype=torch.float32)
-    _launch(_sum_parts, [x], sums, SHARES=shares)
+    if TILE[-1] > 1:
+        _launch(_sum_parts, [x], sums, SHARES=shares)
     return sums
 
 
