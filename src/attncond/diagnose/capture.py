@@ -1,6 +1,6 @@
 """Watch the attention of one forward pass: what enters each product, without changing any of it.
 
-The tensors are found as :mod:`attncond.interception` finds them. Every attention is handed over at
+The tensors are found as :mod:`attncond.recognition` finds them. Every attention is handed over at
 once, while its tensors live anyway, and forgotten: nothing is kept for later.
 """
 
@@ -21,7 +21,8 @@ from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.dependence import Dependence
 from attncond.errors import ConditioningError
 from attncond.heads import Heads, conditioned_heads
-from attncond.interception import Interception, Logits, Matrix
+from attncond.interception import Interception
+from attncond.recognition import Logits, Matrix
 from attncond.sites import HIDDEN, Site
 
 __all__ = ["Call", "Captured", "ProjectionInput", "Scores", "split_heads", "watch"]
@@ -199,11 +200,9 @@ class Observer(Interception):
         return attention.run()
 
     def _softmax(self, logits: Logits, call: TorchCall) -> Any:
-        self.softmaxes += 1
         matrix = call.run()
-        if self.softmax in (0, self.softmaxes):
-            self.pending[self.softmaxes] = (logits, call.dim)
-            self.matrices.append(Matrix(matrix, None, self.softmaxes))
+        self.pending[self.softmaxes] = (logits, call.dim)
+        self.matrices.append(Matrix(matrix, None, self.softmaxes))
         return matrix
 
     def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:

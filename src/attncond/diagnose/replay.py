@@ -23,7 +23,8 @@ from attncond.diagnose.capture import Call, by_head, split_heads
 from attncond.diagnose.doubled import Shell, doubled, doubled_copy, stock
 from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, back, cut_uses
 from attncond.heads import Heads
-from attncond.interception import Interception, Logits, Matrix
+from attncond.interception import Interception
+from attncond.recognition import Logits, Matrix
 from attncond.sites import HIDDEN, Role, Site
 
 __all__ = ["Replay", "Traced"]
@@ -235,9 +236,9 @@ class _Run(Interception):
 
     def _softmax(self, logits: Logits, call: TorchCall) -> Any:
         replay = self.replay
-        if self.softmaxes + 1 != (replay.site.softmax or replay.call.turn + 1):
+        if self.softmaxes != (replay.site.softmax or replay.call.turn + 1):
             return super()._softmax(logits, call)
-        self.root = self.softmaxes + 1
+        self.root = self.softmaxes
         dim = call.dim
         heads = split_heads(logits.tensor.detach().movedim(dim, -1), replay.site.heads)
         if heads.shape[1] != replay.site.heads:

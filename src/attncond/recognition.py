@@ -1,0 +1,280 @@
+"""Find logits, attention matrices and their products with values among the calls of a forward.
+
+While the forward of a site runs, a :class:`Recognition` sees every torch function that it calls
+(a TorchFunctionMode: of this thread, for this call; nothing is patched, and torch.compile traces
+through it, so that the compiled graph holds the changed arithmetic and nothing of this file).
+
+Two ways lead from queries, keys and values to a head's output:
+
+- ``scaled_dot_product_attention``: one call, whose mask is at hand.
+- ``softmax(q kᵀ + mask) v``, written out. Here tensors are followed by identity: a product is taken
+  for logits, the softmax of logits for an attention matrix, the product of such a matrix with
+  something else for the heads' output.
+
+What is done to them is for a subclass to say: :mod:`attncond.interception` conditions them. An
+attention matrix may stand for a difference that is not formed yet (:class:`Matrix`): P − U, until
+it meets the values, because dropout acts on P alone and because weights that are returned to the
+user should stay probabilities.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from attncond.calls import (
+    ADDITIONS,
+    ARITHMETIC,
+    CASTS,
+    DROPOUTS,
+    GUARDS,
+    JOINS,
+    MAKERS,
+    OBSERVERS,
+    PRODUCTS,
+    RESHAPES,
+    SOFTMAXES,
+    FusedAttention,
+    TorchCall,
+    find,
+    tensors,
+)
+from attncond.sites import HIDDEN
+
+
+class Logits(NamedTuple):
+    """A product of queries and keys, or what became of it, and which keys a mask left visible.
+
+    ``sinks``: some of its columns are logits of no key (attention sinks), never visible.
+    """
+
+    tensor: Tensor
+    visible: Tensor | None
+    sinks: bool = False
+
+    def shown(self) -> Tensor:
+        """Which of its entries are of keys that their query sees."""
+        visible = _above(self.tensor, HIDDEN)
+        return visible if self.visible is None else visible & self.visible
+
+
+class Matrix(NamedTuple):
+    """An attention matrix, or what became of it, that stands for ``tensor − minus``."""
+
+    tensor: Tensor
+    minus: Tensor | None
+    root: int  # which softmax it came from
+
+    def value(self) -> Tensor:
+        """The difference itself, in the tensor's dtype."""
+        return self.tensor if self.minus is None else subtract(self.tensor, self.minus)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """a − b in the precision of b and the dtype of a, in the order in which a lies in memory."""
+    if a.ndim == 4 and b.ndim == 4 and not a.is_contiguous() and a.transpose(1, 2).is_contiguous():
+        # Kernels return (batch, tokens, heads, channels) as a transposed view. The compiler would
+        # lay the difference out anew, and copy it once more for the output projection.
+        return (a.transpose(1, 2) - b.transpose(1, 2)).to(a.dtype).transpose(1, 2)
+    return (a - b).to(a.dtype)
+
+
+class Recognition(TorchFunctionMode):
+    """Finds the attention in one forward of one site, and changes nothing.
+
+    ``hidden``: an additive mask below this hides its key. ``softmax``: the only one to be taken for
+    one of attention, if not 0.
+    """
+
+    def __init__(self, hidden: float, softmax: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.softmax = softmax
+        self.softmaxes = 0
+        self.logits: list[Logits] = []
+        self.matrices: list[Matrix] = []
+
+    def _fused(self, attention: FusedAttention) -> Tensor:
+        """The heads' outputs."""
+        return attention.run()
+
+    def _softmax(self, logits: Logits, call: TorchCall) -> Any:
+        """The attention matrix, to be followed; ``softmaxes`` is its number."""
+        matrix = call.run()
+        self.matrices.append(Matrix(matrix, None, self.softmaxes))
+        return matrix
+
+    def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
+        """The attention matrix times the values."""
+        output: Tensor = call.run()
+        return output
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._called(TorchCall.of(func, args, kwargs or {}))
+
+    def _called(self, call: TorchCall) -> Any:
+        """What a call is to return instead of what it would."""
+        if call.func is F.multi_head_attention_forward:
+            with self:  # a function in Python, which reaches a mode as a whole
+                return _multi_head_attention_forward(*call.args, **call.kwargs)
+        if call.name == "scaled_dot_product_attention":
+            return self._fused(FusedAttention(call.func, *call.args, **call.kwargs))
+        name, operands = call.name, call.operands()
+        if name in MAKERS:
+            return call.run()
+        if name in CASTS or name in RESHAPES:
+            operands = operands[:1]  # value.type_as(matrix) makes no matrix of the value
+        if (matrix := find(self.matrices, operands)) is not None:
+            return self._use_matrix(matrix, call)
+        logits = self._logits(operands)
+        if logits is not None and name in SOFTMAXES and operands[0] is logits.tensor:
+            self.softmaxes += 1
+            chosen = self.softmax in (0, self.softmaxes)
+            return self._softmax(logits, call) if chosen else call.run()
+        result = call.run()
+        if name in PRODUCTS:
+            added = name == "baddbmm" and self.hidden > HIDDEN
+            shown = _above(operands[0], self.hidden).expand_as(result) if added else None
+            self.logits.append(Logits(result, shown))
+        elif logits is not None:
+            self._follow(logits, call, result)
+        return result
+
+    def _logits(self, operands: list[Tensor]) -> Logits | None:
+        """The logits among the operands; those with keys in all columns, before those with sinks.
+
+        Masks may be products and joined, as BigBird's are. What they are added to tells the keys.
+        """
+        latest: Logits | None = find(self.logits, operands)
+        if latest is None or not latest.sinks:
+            return latest
+        for operand in operands:
+            other: Logits | None = find(self.logits, [operand])
+            wide = operand.shape[-1] == latest.tensor.shape[-1]
+            if other is not None and wide and not other.sinks:
+                return other
+        return latest
+
+    def _follow(self, logits: Logits, call: TorchCall, result: Any) -> None:
+        """Keep an eye on what logits become on their way to the softmax."""
+        name, operands = call.name, call.operands()
+        visible: Any = logits.visible
+        sinks = logits.sinks and name not in RESHAPES
+        if logits.sinks and not sinks:
+            visible = None  # positions are shifted so too, with a column of zeros
+        if name in JOINS:
+            known = [find(self.logits, [o]) is not None for o in operands]
+            if sinks := not all(known):
+                pairs = zip(operands, known, strict=True)
+                keys = [torch.full_like(o, k, dtype=torch.bool) for o, k in pairs]
+                visible = call.func(keys, *call.args[1:], **call.kwargs)
+        elif name == "pad":  # a column of zeros is a sink, too
+            sinks, shown = True, torch.ones_like(logits.tensor, dtype=torch.bool)
+            shown = shown if visible is None else visible.expand_as(shown)
+            visible = F.pad(shown, call.args[1] if len(call.args) > 1 else call.kwargs["pad"])
+        elif name in ADDITIONS and self.hidden > HIDDEN:
+            # A mask of -100 cannot be told from the logits themselves, only where it comes in.
+            for other in operands:
+                if other is not logits.tensor:
+                    shown = _above(other, self.hidden).expand_as(result)
+                    visible = shown if visible is None else visible.expand_as(result) & shown
+        elif name in ("masked_fill", "masked_fill_") and self.hidden > HIDDEN:
+            mask, fill = (*call.args, *call.kwargs.values())[1:3]
+            shown = (~mask | (fill > self.hidden)).expand_as(result)
+            visible = shown if visible is None else visible.expand_as(result) & shown
+        elif visible is not None and name in RESHAPES:
+            visible = call.reshaped(logits.tensor, visible, result)
+        for i, part in enumerate(self._made(call, result)):
+            shown = visible[i] if isinstance(visible, tuple | list) else visible
+            self.logits.append(Logits(part, shown, sinks))
+
+    def _use_matrix(self, matrix: Matrix, call: TorchCall) -> Any:
+        if call.name in PRODUCTS:
+            return self._product(matrix, call)
+        if matrix.minus is not None and call.name in OBSERVERS:
+            return call.run()
+        minus: Any = matrix.minus
+        if call.name in DROPOUTS or (minus is not None and call.name in GUARDS):
+            result = call.run()
+        elif call.name in CASTS or call.name in RESHAPES:
+            result = call.run()
+            if minus is not None:
+                whole = minus.expand_as(matrix.tensor)
+                minus = call.reshaped(matrix.tensor, whole, result)
+        elif minus is not None and call.name in ARITHMETIC:
+            result = call.run()
+            minus = result - self._formed_call(call)
+        else:
+            result, minus = self._formed_call(call), None
+        for i, part in enumerate(self._made(call, result)):
+            less = minus[i] if isinstance(minus, tuple | list) else minus
+            self.matrices.append(Matrix(part, less, matrix.root))
+        return result
+
+    @staticmethod
+    def _made(call: TorchCall, result: Any) -> list[Tensor]:
+        """The tensors that a call made: what it returned, or what it wrote into."""
+        return [call.args[0]] if call.name == "__setitem__" else tensors(result)
+
+    def _formed_call(self, call: TorchCall) -> Any:
+        """Call with all differences among the operands formed: there may be several."""
+        name = call.name
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+        for operand in call.operands():
+            found = find(self.matrices, [operand])
+            if found is None or found.minus is None:
+                continue
+            value = found.value()
+            if in_place and operand is call.args[0]:
+                # Whoever holds this tensor expects it to be changed, not a copy.
+                operand.copy_(value)
+                self.matrices.append(Matrix(operand, None, found.root))
+            else:
+                call = call.exchanged(operand, value)
+        return call.run()
+
+
+def _above(logits: Tensor, hidden: float) -> Tensor:
+    """Which keys are not hidden. NaN hides none, or a query of a broken model would get zeros."""
+    return ~(logits.detach() <= hidden)
+
+
+def visible_keys(mask: Tensor, hidden: float, keys: int) -> Tensor:
+    """Which keys a mask of scaled_dot_product_attention leaves to each query."""
+    visible = mask if mask.dtype == torch.bool else _above(mask, hidden)
+    return visible.expand(*mask.shape[:-1], keys)  # one column may stand for all keys
+
+
+def _check_key_padding_mask(mask: Tensor, keys: int, batch: int) -> None:
+    """As in torch.nn.functional, where its messages keep torch.compile from one graph."""
+    if mask.shape[0] != batch or mask.shape[1] != keys:
+        raise AssertionError(
+            f"Expected key_padding_mask of shape {(batch, keys)}, but got {tuple(mask.shape)}"
+        )
+
+
+def _see_through(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of torch.nn.functional that never hands itself to a mode as a whole."""
+    scope = {k: v for k, v in vars(F).items() if k != "__name__"}  # or dynamo looks there instead
+    scope["has_torch_function"] = lambda _: False
+    scope["_check_key_padding_mask"] = _check_key_padding_mask
+    copy = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_multi_head_attention_forward = _see_through(F.multi_head_attention_forward)

@@ -1,0 +1,429 @@
+"""Attention that is found however a module writes it, against matrices formed in a loop."""
+
+import pytest
+import torch
+from attention_forms import (
+    FORMS,
+    GAP,
+    MASKS,
+    METHODS,
+    PRE,
+    WRITTEN,
+    additive,
+    alike,
+    boolean,
+    close,
+    compare,
+    compiled,
+    fused,
+    keys_first,
+    logits_of,
+    make_mask,
+    matmul,
+    methods,
+    normal,
+    sdpa,
+    split_heads,
+    viewed,
+    with_open_rows,
+)
+from naive import attention, conditioned
+from torch import nn
+from torch.nn import functional as F
+
+import attncond as ac
+from attncond.recognition import Recognition
+from attncond.sites import HIDDEN
+
+# Forms --------------------------------------------------------------------------------------------
+
+
+forms = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+
+
+@forms
+def test_by_itself_it_changes_nothing(form):
+    q, k, v = torch.randn(3, 2, 2, 4, 3, dtype=torch.float64)
+    for mask in (None, torch.ones(4, 4, dtype=torch.bool).tril()):
+        with Recognition(HIDDEN, 0) as mode:
+            output = form(q, k, v, mask)
+        assert torch.equal(output, form(q, k, v, mask))
+        assert mode.softmaxes == (form in WRITTEN)
+
+
+@methods
+@forms
+def test_every_form_with_every_mask(form, on):
+    if form is split_heads and PRE in on:
+        with pytest.raises(ac.UnsupportedAttentionError, match="several products"):
+            conditioned(form, *on)(*torch.randn(3, 1, 2, 3, 4), None)
+        return
+    generator = torch.Generator().manual_seed(3)
+    tensors = [normal(generator, 2, 2, n, c) for n, c in ((3, 4), (4, 4), (4, 3))]
+    for kind in MASKS:
+        mask, visible, bias = make_mask(kind, 2, 2, 3, 4, generator)
+        compare(conditioned(form, *on), tensors, mask, on, visible, bias)
+
+
+@pytest.mark.parametrize(
+    ("form", "on"),
+    [
+        *[(form, METHODS["both"]) for form in FORMS if form is not split_heads],
+        (split_heads, METHODS["gap"]),
+        (fused, METHODS["gap"]),
+        (matmul, METHODS["gap"]),
+    ],
+    ids=lambda value: (
+        value.__name__ if callable(value) else "-".join(type(m).__name__ for m in value)
+    ),
+)
+def test_compiled_forms_are_the_naive_ones(form, on):
+    if form in (viewed, keys_first) and torch.__version__ < "2.12":
+        pytest.skip("compiled code of torch 2.11 does not show .mT to a mode; it is refused there")
+
+    def every(q, k, v, mask, bias):
+        return form(q, k, v, None), form(q, k, v, mask), form(q, k, v, bias)
+
+    generator = torch.Generator().manual_seed(3)
+    tensors = [normal(generator, 2, 2, t, 4) for t in (3, 4, 4)]
+    mask, visible, _ = make_mask("blind, inf", 2, 2, 3, 4, generator)
+    bias = normal(generator, 2, 3, 4)
+    module = compiled(conditioned(every, *on), backend="eager")
+    alike(
+        lambda *t: module(*t, mask, bias),
+        lambda *t: [
+            attention(*t, on, s, b) for s, b in ((None, None), (visible, None), (None, bias))
+        ],
+        tensors,
+    )
+
+
+@methods
+@pytest.mark.parametrize("form", WRITTEN, ids=lambda f: f.__name__)
+def test_what_is_not_a_number_is_not_hidden(form, on):
+    """A query of NaN sees all keys, and NaN comes of it: zeros would hide a broken model."""
+    if form is split_heads and PRE in on:
+        return
+    q, k, v = torch.randn(3, 1, 2, 3, 4, dtype=torch.float64)
+    q[0, 0, 1] = torch.nan
+    output = conditioned(form, *on)(q, k, v, None)
+    assert output[0, 0, 1].isnan().all()
+    assert output[0, 0, ::2].isfinite().all()
+
+
+def test_a_softmax_of_something_else_is_left_alone():
+    def form(q, k, v):
+        gate = torch.softmax(v.mean(-1, keepdim=True), -2)
+        return torch.softmax(v, -1), gate, sdpa(q, k, v)
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64)
+    channels, gate, output = conditioned(form, GAP)(q, k, v)
+    close(channels, v.softmax(-1))
+    close(gate, v.mean(-1, keepdim=True).softmax(-2))
+    close(output, attention(q, k, v, (GAP,)))
+
+
+@methods
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_a_softmax_that_chooses_its_axis(axes, on):
+    """Of three axes it is the first, which then has to be that of the keys."""
+
+    def implicit(q, k, v):
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        if axes == 2:
+            return nn.Softmax()(logits[0, 0])[None, None] @ v
+        if axes == 3:
+            return nn.Softmax()(logits[0].movedim(-1, 0)).movedim(0, -1)[None] @ v
+        return nn.Softmax()(logits.transpose(1, -1)).transpose(1, -1) @ v
+
+    q, k, v = (normal(torch.Generator().manual_seed(i), 1, 1, 4, 3) for i in range(3))
+    close(conditioned(implicit, *on)(q, k, v), attention(q, k, v, on))
+
+
+# What happens to a matrix on its way to the values ------------------------------------------------
+
+
+def gaps(q, k, v):
+    """(P − U)V, by hand, and the parts it is made of."""
+    weights = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
+    return weights - 1 / k.shape[-2], weights
+
+
+def several(q, k, v):
+    first, second = logits_of(q, k, None).softmax(-1), logits_of(k, q, None).softmax(-1)
+    return first, second
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda a, b: a - 0.5 * b,
+        lambda a, b: 0.5 * b + a,
+        lambda a, b: torch.cat([a, b], 1),
+        lambda a, b: torch.stack([a, b]).sum(0),
+        lambda a, b: torch.lerp(a, b, 0.3),
+        lambda a, b: a * b,
+        lambda a, b: torch.einsum("bhij,hg->bgij", a, torch.eye(2).double()[[1, 0]]) + b,
+        lambda a, b: a.masked_fill(torch.eye(4, dtype=torch.bool), 0.0) + b,
+        lambda a, b: a.mul_(2.0) + b.mul_(3.0),
+        lambda a, b: a.masked_fill_(torch.eye(4, dtype=torch.bool), 0.0) - b,
+        lambda a, b: F.conv2d(a, torch.ones(2, 2, 1, 1).double()) + b,
+        lambda a, b: F.linear(a.permute(0, 2, 3, 1), torch.ones(2, 2).double()).permute(0, 3, 1, 2),
+    ],
+)
+def test_matrices_that_are_mixed_lose_their_gaps_first(mix):
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (normal(generator, 2, 2, 4, 3) for _ in range(3))
+
+    def form(q, k, v):
+        mixed = mix(*several(q, k, v))
+        return mixed @ torch.cat([v, v], 1)[:, : mixed.shape[1]]
+
+    def by_hand(q, k, v):
+        mixed = mix(gaps(q, k, v)[0], gaps(k, q, v)[0])
+        return mixed @ torch.cat([v, v], 1)[:, : mixed.shape[1]]
+
+    with torch.no_grad():
+        close(conditioned(form, GAP)(q, k, v), by_hand(q, k, v))
+
+
+def test_what_is_written_into_a_matrix_stays_there():
+    def form(q, k, v):
+        weights = logits_of(q, k, None).softmax(-1)
+        weights[..., 0] = 0.0
+        weights.clamp_(min=0.01)
+        return weights @ v
+
+    def by_hand(q, k, v):
+        weights = gaps(q, k, v)[0]
+        weights[..., 0] = 0.0
+        return weights.clamp(min=0.01) @ v
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        close(conditioned(form, GAP)(q, k, v), by_hand(q, k, v))
+
+
+@methods
+def test_logits_and_matrices_that_are_written_into_other_tensors(on):
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def copied(q, k, v):
+        logits = logits_of(q, k, None)
+        masked = torch.full_like(logits, -torch.inf)
+        masked[..., 1:] = logits[..., 1:]
+        weights = masked.softmax(-1)
+        whole = torch.zeros_like(weights)
+        whole[:] = weights
+        return whole @ v
+
+    visible = torch.tensor([False, True, True, True])
+    close(conditioned(copied, *on)(q, k, v), attention(q, k, v, on, visible))
+
+
+@methods
+def test_returned_weights_stay_probabilities(on):
+    def form(q, k, v):
+        weights = logits_of(q, k, None).softmax(-1)
+        output = F.dropout(weights, 0.0).to(v.dtype) @ v
+        return output, weights, weights.mean(1), weights.detach()
+
+    q, k, v = torch.randn(3, 2, 2, 4, 3, dtype=torch.float64)
+    output, *returned = conditioned(form, *on)(q, k, v)
+    close(output, attention(q, k, v, on))
+    weights = gaps(q, k, v)[1]
+    for got, wanted in zip(returned, (weights, weights.mean(1), weights), strict=True):
+        close(got, wanted)
+
+
+CLOSED = torch.eye(4, dtype=torch.bool)
+GATE = torch.tensor([1.0, 0.5])[:, None, None]
+
+
+@methods
+@pytest.mark.parametrize(
+    ("touch", "kept"),
+    [
+        (lambda p: p.clone(), 1.0),
+        (lambda p: p.cpu(), 1.0),
+        (lambda p: torch.nan_to_num(p, nan=0.0), 1.0),
+        (lambda p: p.clamp(min=1e-9), 1.0),
+        (lambda p: p / p.sum(-1, keepdim=True), 1.0),
+        (lambda p: (p + 1e-3) - 1e-3, 1.0),
+        (lambda p: p * GATE, GATE),
+        (lambda p: p.masked_fill(CLOSED, 0.0), ~CLOSED),
+        (lambda p: torch.where(CLOSED, torch.zeros_like(p), p), ~CLOSED),
+        (lambda p: torch.where(p > 0.2, p, 0.0), lambda p: p > 0.2),
+    ],
+)
+def test_weights_that_are_touched_up_stay_probabilities(touch, kept, on):
+    """What a module sees, drops and returns is P, whatever it does to it; U meets the values.
+
+    ``kept``: what is left of U.
+    """
+
+    def form(q, k, v):
+        weights = touch(logits_of(q, k, None).softmax(-1))
+        torch.manual_seed(3)
+        output = F.dropout(weights, 0.5) @ v
+        return output, weights, -(weights * (weights + 1e-9).log()).sum(-1)
+
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (normal(generator, 2, 2, 4, 3) for _ in range(3))
+    expected, *wanted = form(q, k, v)
+    if GAP in on:
+        rest = kept(gaps(q, k, v)[1]) if callable(kept) else kept
+        expected = expected - (torch.full((2, 2, 4, 4), 0.25).to(v) * rest) @ v
+    if PRE in on:
+        expected = PRE.equilibrate(expected)
+    output, *returned = conditioned(form, *on)(q, k, v)
+    close(output, expected)
+    for got, stock in zip(returned, wanted, strict=True):
+        close(got, stock)
+
+
+# Masks that are only told where they are added: windows' -100 -------------------------------------
+
+
+def window_mask(q, k, v, mask):
+    """As Swin does: windows beside the batch, a bias, then the mask, in views."""
+    b, h, n, _ = q.shape
+    w = mask.shape[0]
+    logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + torch.linspace(-9, 9, n).to(q)
+    logits = logits.view(b // w, w, h, n, n) + mask.unsqueeze(1).unsqueeze(0).type_as(logits)
+    return F.softmax(logits.view(-1, h, n, n), dim=-1) @ v
+
+
+def window_mask_in_place(q, k, v, mask):
+    b, _, n, _ = q.shape
+    w = mask.shape[0]
+    logits = (q @ k.mT) / q.shape[-1] ** 0.5
+    logits += torch.linspace(-9, 9, n).to(q)
+    logits = logits.unflatten(0, (b // w, w))
+    logits = mask[None, :, None] + logits
+    return F.softmax(logits.flatten(0, 1), -1) @ v
+
+
+def window_mask_alone(q, k, v, mask):
+    b, h, n, _ = q.shape
+    w = mask.shape[0]
+    q = torch.cat([q, torch.ones_like(q[..., :1])], -1)  # the bias, as one more channel
+    k = torch.cat([k, torch.linspace(-9, 9, n).to(k).expand(b, h, n).unsqueeze(-1)], -1)
+    logits = (q * torch.tensor([3**-0.5] * 3 + [1.0]).to(q)) @ k.mT
+    logits = logits.view(b // w, w, h, n, n) + mask[:, None]
+    return logits.view(-1, h, n, n).softmax(-1) @ v
+
+
+def window_mask_transposed(q, k, v, mask):
+    """The softmax over the axis before the last: keys down, queries across."""
+    b, h, n, _ = q.shape
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + torch.linspace(-9, 9, n).to(q)
+    logits = logits.view(b // len(mask), len(mask), h, n, n) + mask[:, None]
+    weights = logits.view(-1, h, n, n).mT.softmax(-2)
+    return F.dropout(weights.mT, 0.0) @ v
+
+
+def window_mask_filled(q, k, v, mask):
+    b, h, n, _ = q.shape
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + torch.linspace(-9, 9, n).to(q)
+    logits = logits.view(b // len(mask), len(mask), h, n, n)
+    logits = logits.masked_fill(mask[:, None] < 0, -100.0).masked_fill(mask[:, None] > 0, 3.0)
+    return logits.view(-1, h, n, n).softmax(-1) @ v
+
+
+def window_mask_in_baddbmm(q, k, v, mask):
+    b, h, n, _ = q.shape
+    full = mask[None, :, None] + torch.linspace(-9, 9, n).to(q)
+    full = full.expand(b // len(mask), len(mask), h, n, n).reshape(b * h, n, n)
+    q, k = q.flatten(0, 1) * q.shape[-1] ** -0.5, k.flatten(0, 1)
+    return (torch.baddbmm(full, q, k.mT).softmax(-1) @ v.flatten(0, 1)).view(b, h, n, -1)
+
+
+def window_mask_fused(q, k, v, mask):
+    b, h, n, _ = q.shape
+    full = mask[None, :, None].expand(b // len(mask), len(mask), h, n, n).reshape(b, h, n, n)
+    return sdpa(q, k, v, attn_mask=full + torch.linspace(-9, 9, n).to(q))
+
+
+@methods
+@pytest.mark.parametrize(
+    "form",
+    [
+        window_mask,
+        window_mask_in_place,
+        window_mask_alone,
+        window_mask_transposed,
+        window_mask_filled,
+        window_mask_in_baddbmm,
+        window_mask_fused,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_masks_of_minus_one_hundred(form, on):
+    generator = torch.Generator().manual_seed(5)
+    tensors = [normal(generator, 6, 2, 4, 3) for _ in range(3)]
+    visible = with_open_rows(boolean((3, 4, 4), generator))
+    mask = additive(visible, -100.0)
+    bias = torch.linspace(-9, 9, 4).double()
+    full = visible[:, None].repeat(2, 1, 1, 1)
+    module = conditioned(form, *on, hidden=-50.0)
+    wanted = attention(*tensors, on, full, bias)
+    # exp(-100) is not nothing, but less than float64 can tell from it.
+    exact = 1e-6 if form is window_mask_alone else 1e-10  # its constants are float32
+    close(module(*tensors, mask), wanted, exact)
+    if GAP in on:
+        unaware = conditioned(form, *on)(*tensors, mask)
+        assert (unaware - wanted).abs().max() > 1e-2
+
+
+# Sinks --------------------------------------------------------------------------------------------
+
+
+@methods
+def test_a_sink_as_a_column_is_a_sink_as_a_gate(on):
+    """What it leaves to the keys is their total weight; the gap is a part of that."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (normal(generator, 2, 2, 4, 3) for _ in range(3))
+    sink = normal(generator, 2)
+    visible = with_open_rows(boolean((2, 1, 4, 4), generator))
+
+    def column(q, k, v):
+        logits = logits_of(q, k, visible)
+        logits = torch.cat([logits, sink[:, None, None].expand(2, 2, 4, 1)], -1)
+        return (logits - logits.amax(-1, keepdim=True)).softmax(-1)[..., :-1] @ v
+
+    logits = logits_of(q, k, visible)
+    gate = torch.sigmoid(logits.logsumexp(-1, keepdim=True) - sink[:, None, None])
+    wanted = attention(q, k, v, (GAP,) if GAP in on else (), visible) * gate
+    if PRE in on:
+        wanted = wanted / torch.linalg.vector_norm(wanted, dim=-1, keepdim=True).clamp_min(1e-6)
+    close(conditioned(column, *on)(q, k, v), wanted)
+
+
+def beside(logits):
+    return torch.cat([logits, torch.zeros_like(logits[..., :1])], -1)
+
+
+def anew(logits):
+    return torch.cat([logits, logits.new_zeros(*logits.shape[:-1], 1)], -1)
+
+
+def padded(logits):
+    return F.pad(logits, (0, 1))
+
+
+@methods
+@pytest.mark.parametrize("widen", [beside, anew, padded], ids=lambda f: f.__name__)
+def test_a_sink_of_zero_however_it_comes_beside_the_logits(widen, on):
+    """The softmax with one more in its denominator."""
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def column(q, k, v):
+        return widen(logits_of(q, k, None)).softmax(-1)[..., :-1] @ v
+
+    gate = torch.sigmoid(logits_of(q, k, None).logsumexp(-1, keepdim=True))
+    wanted = attention(q, k, v, (GAP,) if GAP in on else ()) * gate
+    if PRE in on:
+        wanted = wanted / torch.linalg.vector_norm(wanted, dim=-1, keepdim=True)
+    close(conditioned(column, *on)(q, k, v), wanted)
