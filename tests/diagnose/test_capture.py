@@ -8,6 +8,7 @@ import torch
 from cases import CASE
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
 
@@ -181,3 +182,28 @@ def test_a_row_that_sees_nothing_stays_what_the_model_makes_of_it():
     run(model)
     ac.diagnose(model, run)
     torch.testing.assert_close(*outputs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", ["sdpa", "matmul"])
+def test_a_checkpointed_model_is_diagnosed_like_any_other(how):
+    """What is computed again in the backward pass is the model's own, as it was."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.checkpointed = Plain(how), False
+
+        def forward(self, x):
+            if self.checkpointed:
+                return checkpoint(self.attention, x, use_reentrant=False)
+            return self.attention(x)
+
+    model, x = Block(), torch.randn(2, 5, 12, requires_grad=True)
+    reports = []
+    for model.checkpointed in (False, True):
+        report = ac.diagnose(model, x, loss=lambda output: output.square().sum())
+        reports.append([row.values for row in report.rows])
+    plain, again = reports
+    assert "q_grad_norm" in plain[0]
+    for wanted, found in zip(plain, again, strict=True):
+        assert found == pytest.approx(wanted)

@@ -21,8 +21,7 @@ from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.dependence import Dependence
 from attncond.errors import ConditioningError
 from attncond.heads import Heads, conditioned_heads
-from attncond.interception import Interception
-from attncond.recognition import Logits, Matrix
+from attncond.recognition import Logits, Matrix, Recognition
 from attncond.sites import HIDDEN, Site
 
 __all__ = ["Call", "Captured", "ProjectionInput", "Scores", "split_heads", "watch"]
@@ -111,13 +110,14 @@ class _Session:
     stack: list[Observer] = field(default_factory=list)
 
 
-class Observer(Interception):
+class Observer(Recognition):
     """Sees the attention of one forward of one module, and hands it to the session's sink."""
 
     def __init__(self, sites: list[Site], session: _Session, call: Call) -> None:
         first = sites[0]
-        super().__init__(None, None, first.hidden, first.softmax, len(sites), first.path)
+        super().__init__(first.hidden, first.softmax)
         self.sites = sites
+        self.products = 0
         self.session = session
         self.forward = call
         self.arguments = _floating((*call.args, *call.kwargs.values()))
@@ -162,10 +162,10 @@ class Observer(Interception):
     def _fused(self, attention: FusedAttention) -> Tensor:
         if attention.query.is_nested or attention.key.is_nested:
             raise ConditioningError(
-                f"nested tensors in the attention of {self.path or 'the model'} cannot be "
+                f"nested tensors in the attention of {self.sites[0].path or 'the model'} cannot be "
                 "diagnosed; use padded tensors and a mask"
             )
-        turn, site = self.acted, self._next_site()
+        turn, site = self._next_site()
         split, causal, scale = by_head(attention, site), attention.is_causal, attention.factor
         q, k, v = (t.detach() for t in split.operands)
         mask = None if split.attn_mask is None else split.attn_mask.detach()
@@ -200,21 +200,27 @@ class Observer(Interception):
         return attention.run()
 
     def _softmax(self, logits: Logits, call: TorchCall) -> Any:
-        matrix = call.run()
         self.pending[self.softmaxes] = (logits, call.dim)
-        self.matrices.append(Matrix(matrix, None, self.softmaxes))
-        return matrix
+        return super()._softmax(logits, call)
 
     def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
+        turn, site = self._next_site()
         if (found := self.pending.pop(matrix.root, None)) is not None:
             first = len(call.args) == 2 and call.args[0] is matrix.tensor
-            self._written_out(*found, matrix.tensor, call.args[1] if first else None)
+            value = call.args[1] if first else None
+            self._written_out(site, turn, *found, matrix.tensor, value)
         return super()._product(matrix, call)
 
-    def _written_out(self, logits: Logits, dim: int, matrix: Tensor, value: Tensor | None) -> None:
+    def _written_out(
+        self,
+        site: Site,
+        turn: int,
+        logits: Logits,
+        dim: int,
+        matrix: Tensor,
+        value: Tensor | None,
+    ) -> None:
         """softmax(logits) met the values, as ``matrix`` and, if that came first, ``value``."""
-        turn, site = self.acted, self._next_site()
-        self.acted -= 1  # super()._product counts it
         tensor = split_heads(logits.tensor.detach().movedim(dim, -1), site.heads)
         visible = None
         if logits.visible is not None and not logits.sinks:
@@ -250,11 +256,11 @@ class Observer(Interception):
             scale=known.factor,
         )
 
-    def _next_site(self) -> Site:
-        """A module with several sites attends in their order."""
-        site = self.sites[self.acted % len(self.sites)]
-        self.acted += 1
-        return site
+    def _next_site(self) -> tuple[int, Site]:
+        """Which attention of the forward this is, and whose: several sites attend in order."""
+        turn = self.products
+        self.products += 1
+        return turn, self.sites[turn % len(self.sites)]
 
     def _hand_over(self, site: Site, scores: Scores, turn: int, **known: Any) -> None:
         with torch.no_grad():
