@@ -8,6 +8,7 @@ import timm
 import torch
 from cases import CASE, CASES
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel
 
 import attncond as ac
@@ -118,6 +119,24 @@ def test_gradients_are_those_of_backward():
         for i, role in enumerate("qkv"):
             part = grad[i] if row.head is None else grad[i, row.head]
             assert row.values[f"{role}_grad_norm"] == pytest.approx(float(part.norm()), rel=1e-9)
+
+
+def test_gradients_behind_a_reentrant_checkpoint_are_refused_not_zero():
+    """autograd.grad does not get there, and says nothing."""
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    with pytest.raises(ac.DiagnosisError, match=r"use_reentrant=False, or leave out loss="):
+        ac.diagnose(Checkpointed(), x, loss=lambda output: output.square().sum())
+    assert ac.diagnose(Checkpointed(), x).rows
 
 
 def test_gradients_of_a_frozen_and_of_a_conditioned_model():

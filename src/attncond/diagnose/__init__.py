@@ -157,8 +157,28 @@ def _forward(model: nn.Module, batch: Batch, loss: Loss | None, diagnosis: Diagn
                 raise DiagnosisError(_advice(model, batch, error)) from error
         if loss is not None:
             value = _loss(output, loss)
+            if _is_reentrant(value):
+                raise DiagnosisError(
+                    "the model checkpoints with use_reentrant=True, which keeps the gradients of "
+                    "its weights from anyone but loss.backward(). Turn its checkpointing off for "
+                    "the diagnosis, pass use_reentrant=False, or leave out loss=."
+                )
             grads = torch.autograd.grad(value, weights, allow_unused=True)
             diagnosis.measure_gradients(weights, grads)
+
+
+def _is_reentrant(value: Tensor) -> bool:
+    """Whether a reentrant checkpoint lies on the way back from here."""
+    todo, seen = [value.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+    return False
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
