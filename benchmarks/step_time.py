@@ -214,7 +214,8 @@ def main() -> None:
             "milliseconds": 1e3 * statistics.median(times),
         }
         if args.profile:
-            profiles = [kernels(m.step, 1) for m in (stock_model, v) * 3]
+            # As many steps as a turn has: a rested card runs at a higher clock.
+            profiles = [kernels(m.step, 1, args.steps) for m in (stock_model, v) * 3]
             sums = [sum(time for _, time in one) for one in profiles]
             row["kernel_ratio"] = statistics.median(sums[1::2]) / statistics.median(sums[::2])
             kernel_times |= {"stock": profiles[0][:40], v.name: profiles[1][:40]}
