@@ -569,6 +569,16 @@ def test_a_correction_beyond_the_dtype_is_refused(method, dtype):
 
 
 @pytest.mark.parametrize("correction", ["identity", "polar"])
+@pytest.mark.parametrize(("gain", "dtype"), [(1e-300, torch.float32), (1e-12, torch.float16)])
+def test_a_gain_that_leaves_nothing_of_the_weights_is_refused(correction, gain, dtype):
+    model = vit.make(dtype=dtype)
+    state = stock_state(model)
+    with pytest.raises(ac.ConditioningError, match="gain is too small"):
+        ac.condition(model, ac.Spectral(correction=correction, gain=gain))
+    assert same_state(model, state)
+
+
+@pytest.mark.parametrize("correction", ["identity", "polar"])
 def test_weights_whose_norm_overflows_are_not_calibrated(correction):
     model = nn.MultiheadAttention(8, 2)
     handle = ac.condition(model, ac.Spectral(correction=correction))

@@ -150,10 +150,16 @@ def solve(weights: list[Weight]) -> list[dict[str, Tensor]]:
         buffers = blank[id(weight)]
         if weight.raw.is_meta:
             continue
-        # Half precision overflows where the float32 of λ and s does not.
-        result = corrected(full(weight.raw), weight.correction.axis, buffers)
+        # Half precision overflows, and vanishes, where the float32 of λ and s does not.
+        raw = full(weight.raw)
+        result = corrected(raw, weight.correction.axis, buffers)
         if not all(torch.isfinite(b).all() for b in (*buffers.values(), result)):
             raise _overflow(weight)
+        if raw.any() and not result.any():
+            raise ConditioningError(
+                f"the effective {weight} would be zero in {weight.raw.dtype}: gain is too small; "
+                "nothing was changed"
+            )
     return list(blank.values())
 
 
