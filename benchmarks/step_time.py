@@ -11,7 +11,11 @@ The ratio given is the median over rounds. A second stock model shows the noise.
 the machine, rounds differ by more than a method costs; what they do takes time and never gives any,
 so that `fastest_ratio`, of the fastest rounds of both, is nearer to the truth then. So is
 `kernel_ratio` (--profile): the time on the device of all kernels of a step, without what lies
-between them.
+between them, which is `idle_microseconds`.
+
+What is multiplied decides how much power a card draws, and so its clock: a model that learns its
+one batch by heart becomes faster or slower with it. With --lr 0 all variants keep the weights that
+they started with, and every kernel still runs.
 
 Models of the lab's recipes go by their names there; --graphs launches a step as CUDA graphs, as the
 lab does, for small models are bound by their launches else.
@@ -34,7 +38,7 @@ import timm
 import torch
 import torch._dynamo
 from _record import write
-from head_kernels import kernels
+from head_kernels import profiled
 from torch import Tensor, nn
 
 import attncond as ac
@@ -116,7 +120,7 @@ def build(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
         handle.fold()
         handle = None
     fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05, fused=fused)
     if handle and name in ("polar", "polar_every_10"):
         handle.attach(optimizer)
     mode = "reduce-overhead" if args.graphs else None
@@ -171,6 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=3e-4, help="0: all multiply the same numbers")
     parser.add_argument("--variants", nargs="+", default=names, choices=names)
     parser.add_argument("--profile", action="store_true", help="the kernels' own times, too (CUDA)")
     parser.add_argument("--graphs", action="store_true", help="launch steps as CUDA graphs")
@@ -215,10 +220,13 @@ def main() -> None:
         }
         if args.profile:
             # As many steps as a turn has: a rested card runs at a higher clock.
-            profiles = [kernels(m.step, 1, args.steps) for m in (stock_model, v) * 3]
-            sums = [sum(time for _, time in one) for one in profiles]
+            profiles = [profiled(m.step, 1, args.steps) for m in (stock_model, v) * 3]
+            sums = [sum(time for _, time in one) for one, _ in profiles]
             row["kernel_ratio"] = statistics.median(sums[1::2]) / statistics.median(sums[::2])
-            kernel_times |= {"stock": profiles[0][:40], v.name: profiles[1][:40]}
+            idle = [between for _, between in profiles]
+            row["idle_microseconds"] = statistics.median(idle[1::2])
+            row["idle_microseconds_stock"] = statistics.median(idle[::2])
+            kernel_times |= {"stock": profiles[0][0][:40], v.name: profiles[1][0][:40]}
         if memory:
             row["peak_memory_ratio"] = memory[v.name] / memory["stock"]
         if v.handle:
