@@ -241,10 +241,24 @@ def keys_first(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return (v.mT @ weights).mT
 
 
+def stabilised(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Less their maximum, logits of a row that sees nothing are zero (or not a number)."""
+    logits = logits_of(q, k, mask)
+    return (logits - logits.max(dim=-1, keepdim=True).values).softmax(-1) @ v
+
+
+def stabilised_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    logits = logits_of(q, k, mask)
+    top = logits.detach().amax(-1, keepdim=True)
+    first, second = logits[..., :1].sub(top), logits[..., 1:]
+    second -= top
+    return torch.cat([first, second], -1).softmax(-1) @ v
+
+
 FUSED = (fused, positional)
 WRITTEN = (
     *(matmul, by_keyword, method_and_cast, values_cast, softmax_by_keyword, special_softmax),
-    *(softmax_module, masked_fill, where, linalg),
+    *(softmax_module, masked_fill, where, linalg, stabilised, stabilised_in_parts),
     *(flattened, viewed, split_heads, einsum, einsum_values_first, values_first, keys_first),
 )
 FORMS = FUSED + WRITTEN

@@ -40,6 +40,7 @@ from attncond.calls import (
     PRODUCTS,
     RESHAPES,
     SOFTMAXES,
+    SUBTRACTIONS,
     FusedAttention,
     TorchCall,
     find,
@@ -143,6 +144,9 @@ class Recognition(TorchFunctionMode):
             self.softmaxes += 1
             chosen = self.softmax in (0, self.softmaxes)
             return self._softmax(logits, call) if chosen else call.run()
+        if logits is not None and name in SUBTRACTIONS and operands[0] is logits.tensor:
+            # Less its maximum, a row that is hidden as a whole could not be told from an open one.
+            logits = logits._replace(visible=logits.shown())
         result = call.run()
         if name in PRODUCTS:
             added = name == "baddbmm" and self.hidden > HIDDEN
@@ -170,15 +174,25 @@ class Recognition(TorchFunctionMode):
     def _follow(self, logits: Logits, call: TorchCall, result: Any) -> None:
         """Keep an eye on what logits become on their way to the softmax."""
         name, operands = call.name, call.operands()
+        if name in OBSERVERS and getattr(result, "shape", None) != logits.tensor.shape:
+            return  # their maximum, which says nothing of keys
         visible: Any = logits.visible
         sinks = logits.sinks and name not in RESHAPES
         if logits.sinks and not sinks:
             visible = None  # positions are shifted so too, with a column of zeros
         if name in JOINS:
-            known = [find(self.logits, [o]) is not None for o in operands]
-            if sinks := not all(known):
-                pairs = zip(operands, known, strict=True)
-                keys = [torch.full_like(o, k, dtype=torch.bool) for o, k in pairs]
+            parts = [
+                find(self.logits, [o]) or Logits(o, torch.zeros_like(o, dtype=torch.bool), True)
+                for o in operands
+            ]
+            sinks = any(p.sinks for p in parts)
+            if any(p.visible is not None for p in parts):
+                keys = [
+                    torch.ones_like(p.tensor, dtype=torch.bool)
+                    if p.visible is None
+                    else p.visible.expand_as(p.tensor)
+                    for p in parts
+                ]
                 visible = call.func(keys, *call.args[1:], **call.kwargs)
         elif name == "pad":  # a column of zeros is a sink, too
             sinks, shown = True, torch.ones_like(logits.tensor, dtype=torch.bool)
@@ -194,6 +208,8 @@ class Recognition(TorchFunctionMode):
             mask, fill = (*call.args, *call.kwargs.values())[1:3]
             shown = (~mask | (fill > self.hidden)).expand_as(result)
             visible = shown if visible is None else visible.expand_as(result) & shown
+        elif visible is not None and name in SUBTRACTIONS:
+            visible = visible.expand_as(result)
         elif visible is not None and name in RESHAPES:
             visible = call.reshaped(logits.tensor, visible, result)
         for i, part in enumerate(self._made(call, result)):
