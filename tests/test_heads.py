@@ -505,6 +505,28 @@ def test_the_fused_inference_path_is_off_for_conditioned_layers_alone(norm_first
     assert count["_transformer_encoder_layer_fwd"] == 2
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_replica_of_data_parallel_has_conditioned_heads_too(training):
+    """What nn.DataParallel does on several devices: plain tensors in the place of parameters."""
+    layer = nn.TransformerEncoderLayer(8, 2, 9, batch_first=True, dropout=0.0).train(training)
+    ac.condition(layer, ac.RemoveGap())
+    replicas = {module: module._replicate_for_data_parallel() for module in layer.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            setattr(replica, name, replicas[child])
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
+                setattr(replica, name, 2 * parameter)
+    tokens = torch.randn(2, 5, 8)
+    output = replicas[layer](tokens)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter *= 2
+    assert torch.equal(output, layer(tokens))
+
+
 def test_one_conditioned_layer_among_stock_ones():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = randomised(nn.TransformerEncoder(layer, 3)).double().eval()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attncond.diagonal import decode, with_code
 from attncond.errors import ConditioningError
-from attncond.heads import conditioned_heads, slow_path_weight
+from attncond.heads import conditioned_heads, replicate_weight, slow_path_weight
 from attncond.methods.spectral import Spectral
 from attncond.readonly import EffectiveWeight, tracing
 from attncond.sites import Role, class_name
@@ -277,7 +277,7 @@ def conditioned_class(
     if key not in _CLASSES:
         properties = {name: _property(name) for name in names}
         if heads and issubclass(base, nn.MultiheadAttention):
-            properties.setdefault("in_proj_weight", property(slow_path_weight))
+            properties.setdefault("in_proj_weight", property(slow_path_weight, replicate_weight))
         members = {
             "__doc__": base.__doc__,
             # FX keeps modules of torch.nn as leaves by this name; pickling goes through _rebuild.

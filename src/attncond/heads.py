@@ -154,7 +154,13 @@ class _OffFastPath(Tensor):
 
 def slow_path_weight(module: nn.Module) -> Tensor | None:
     """``in_proj_weight`` of a MultiheadAttention whose heads are conditioned."""
-    raw = module._parameters["in_proj_weight"]
+    name = "in_proj_weight"
+    raw: Tensor | None = module._parameters.get(name, module.__dict__.get(name))
     if raw is None or module.training or tracing() or isinstance(raw, DTensor):
         return raw  # in these there is no nested tensor to keep off
     return raw.as_subclass(_OffFastPath)
+
+
+def replicate_weight(module: nn.Module, weight: Tensor) -> None:
+    """Keep the plain tensor that a replica of nn.DataParallel has instead of the parameter."""
+    module.__dict__["in_proj_weight"] = weight
