@@ -141,10 +141,7 @@ class Conditioned(nn.Module):
             return type(self).forward(self, *args, **kwargs)
         for name in records(self):
             if isinstance(self._parameters[name], DTensor):
-                raise ConditioningError(
-                    f"'{name}' of a conditioned {class_name(self)} is a DTensor during forward: "
-                    "tensor parallelism is not supported. Fold the model before parallelising it."
-                )
+                raise _sliced(self, name)
         heads = conditioned_heads(self)
         if heads is None:
             return super().forward(*args, **kwargs)
@@ -197,11 +194,18 @@ class Conditioned(nn.Module):
 
 def check_calibrated(owner: nn.Module) -> None:
     """Refuse to use λ, s and C that were never computed."""
-    if owner.__dict__[_PENDING]:
+    if getattr(owner, _PENDING):
         raise ConditioningError(
             "this model was conditioned on the meta device and its weights came later: load a "
             "conditioned checkpoint, or call handle.calibrate() once the weights are there"
         )
+
+
+def _sliced(owner: nn.Module, name: str) -> ConditioningError:
+    return ConditioningError(
+        f"'{name}' of a conditioned {class_name(owner)} is a DTensor during forward: tensor "
+        "parallelism is not supported. Fold the model before parallelising it."
+    )
 
 
 # What reads a weight to put another in its place. All but the reading goes past the module, to its
@@ -252,9 +256,28 @@ def _property(name: str) -> property:
     )
 
 
-def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
+def _linear_forward(self: nn.Module, input: Tensor) -> Any:
+    """nn.Linear's own forward, with the effective weight computed in place.
+
+    Dynamo skips the guards of a module, and of all that hold it, as long as their dictionaries stay
+    the same; not if their code reads a property, calls super() or asks objects that are no modules.
+    """
+    if not isinstance(self, Conditioned):  # as in Conditioned.forward
+        return type(self).forward(self, input)
+    raw = self._parameters["weight"]
+    assert raw is not None
+    if isinstance(raw, DTensor):
+        raise _sliced(self, "weight")
+    if not raw.is_meta:
+        check_calibrated(self)
+    parts = {part: buffer(self, "weight", part) for part in _PARTS}
+    return nn.functional.linear(input, corrected(raw, 0, parts), self._parameters["bias"])
+
+
+def _forward_of(base: type[nn.Module], names: tuple[str, ...], heads: bool) -> Callable[..., Any]:
     """A forward with the signature of the base's, which torch.export and others go by."""
-    shared: Any = Conditioned.forward
+    linear = base.forward is nn.Linear.forward and names == ("weight",) and not heads
+    shared: Any = _linear_forward if linear else Conditioned.forward
     forward: Any = types.FunctionType(
         shared.__code__, shared.__globals__, "forward", None, shared.__closure__
     )
@@ -285,7 +308,7 @@ def conditioned_class(
             "_attncond_base": base,
             "_attncond_names": names,
             "_attncond_heads": heads,
-            "forward": _forward_of(base),
+            "forward": _forward_of(base, names, heads),
             **properties,
         }
         _CLASSES[key] = type(f"Conditioned{base.__name__}", (Conditioned, base), members)
