@@ -65,8 +65,12 @@ _STEPS = [
     ("head_time", "precondition", "`Precondition()`"),
     ("head_time_gpt2", "stock_again", "GPT-2, stock, a second time (the noise)"),
     ("head_time_gpt2", "gap", "GPT-2, `RemoveGap()`"),
-    ("head_time_gpt2_causal", "stock_again", "GPT-2 without a mask, stock, a second time"),
-    ("head_time_gpt2_causal", "gap", "GPT-2 without a mask, `RemoveGap()`"),
+    ("head_time_gpt2_equal", "stock_again", "GPT-2 without a mask, stock again"),
+    ("head_time_gpt2_equal", "gap", "GPT-2 without a mask, `RemoveGap()`"),
+    ("head_time_gpt2_equal_graphs", "stock_again", "the same in CUDA graphs, stock again"),
+    ("head_time_gpt2_equal_graphs", "gap", "the same in CUDA graphs, `RemoveGap()`"),
+    ("head_time_gpt2_batch48", "stock_again", "GPT-2 without a mask, batch 48, stock again"),
+    ("head_time_gpt2_batch48", "gap", "GPT-2 without a mask, batch 48, `RemoveGap()`"),
 ]
 
 
@@ -82,15 +86,16 @@ def steps() -> str:
         body.append([label, spread, f"{row['peak_memory_ratio']:.3f}", kappa, f"`{name}`"])
     (gpu,) = {record["hardware"]["gpu"] for record in records.values()}
     settings = {name: record["settings"] for name, record in records.items()}
-    vit, polar, heads, gpt2, causal = (settings[name] for name in names)
+    vit, polar, heads, gpt2, equal, _, large = (settings[name] for name in names)
     trained = [s["warmup"] + s["rounds"] * s["steps"] + 1 for s in (vit, polar)]
     head = ["", "step time / stock", "peak memory / stock", "worst κ afterwards", "record"]
     return (
         f"`benchmarks/step_time.py` on one {gpu}, {vit['model']}, batch {vit['batch']} (GPT-2: "
-        f"batch {gpt2['batch']}, {gpt2['tokens']:,} tokens), bfloat16, compiled, whole training "
-        f"step (median of {vit['rounds']} rounds of {vit['steps']} steps, {polar['rounds']} in "
-        f"`head_time_plain`, {heads['rounds']} of {heads['steps']} in `head_time`, "
-        f"{causal['rounds']} of {causal['steps']} in `head_time_gpt2_causal`, least to most; "
+        f"batch {gpt2['batch']} or {large['batch']}, {gpt2['tokens']:,} tokens), bfloat16, "
+        f"compiled, whole training step (median of {vit['rounds']} rounds of {vit['steps']} steps, "
+        f"{polar['rounds']} in `head_time_plain`, {heads['rounds']} of {heads['steps']} in "
+        f"`head_time`, {equal['rounds']} of {equal['steps']} or {large['steps']} for GPT-2 without a "
+        f"mask, at learning rate {equal['lr']:g}, least to most; "
         "2 rounds of 3 for the two from scratch and by SVD). κ is of weights trained for "
         f"{trained[0]} steps ({trained[1]} in `head_time_plain`, 9 for those two) on "
         "one batch of random images, so it says that the factor is followed, not how a real "

@@ -21,7 +21,7 @@ SHORT = [(2, 3, 37, 37, 16), (1, 2, 5, 70, 32), (1, 1, 130, 100, 64), (32, 2, 1,
 SHORT += [(1, 1, 64, 64, 32), (1, 1, 197, 197, 64), (1, 1, 256, 256, 16), (2, 1, 3, 129, 64)]
 FORMS = [(gap, rows, fixed) for gap in (0, 1) for rows, fixed in ((0, 0), (1, 0), (1, 1))]
 RUNNING = [(2, 3, 37, 16), (1, 2, 200, 32), (1, 1, 64, 64), (1, 1, 65, 128), (1, 1, 1, 16)]
-PARTS = (1, 2, 8)  # programs that share the rows of a head
+PARTS = (2, 8)  # programs that share the rows of a head
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, gap: int, rows: int, fixed: int):

@@ -102,11 +102,9 @@ def _add_mean(x, v, sums, out, heads, rows, xb, xh, xn, vb, vh, vn, rb, rh, rn,
     x += b * xb + h * xh
     v += b * vb + h * vh
     out += b * rb + h * rh
-    before = tl.zeros([C], dtype=tl.float32)
-    if PARTS > 1:
-        earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
-        all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
-        before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
+    earlier = tl.arange(0, PARTS)[:, None] < tl.program_id(2)
+    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
+    before = tl.sum(tl.load(all_sums, mask=earlier, other=0.0), 0)
     for start in tl.range(first, last, B, num_stages=STAGES):
         row = start + tl.arange(0, B)
         tile = _tile(v, row, channel, rows, vn).to(tl.float32)
@@ -129,11 +127,9 @@ def _less_later(x, g, sums, out, heads, rows, xb, xh, xn, gb, gh, gn, rb, rh, rn
     x += b * xb + h * xh
     g += b * gb + h * gh
     out += b * rb + h * rh
-    rest = tl.zeros([C], dtype=tl.float32)
-    if PARTS > 1:
-        later = tl.arange(0, PARTS)[:, None] > tl.program_id(2)
-        all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
-        rest = tl.sum(tl.load(all_sums, mask=later, other=0.0), 0)
+    later = tl.arange(0, PARTS)[:, None] > tl.program_id(2)
+    all_sums = _sums_of(sums, b, h, heads, channel, C, PARTS)
+    rest = tl.sum(tl.load(all_sums, mask=later, other=0.0), 0)
     for back in tl.range(0, last - first, B, num_stages=STAGES):  # from the last row to the first
         row = last - B - back + tl.arange(0, B)
         share = _tile(g, row, channel, rows, gn).to(tl.float32) * _weight(row)
@@ -167,8 +163,7 @@ def _sums(x: Tensor, shares: bool) -> Tensor:
     """Of x_i, or of x_i/i, over the rows of each part: (items, parts, heads, channels)."""
     batch, heads, _, channels = x.shape
     sums = x.new_empty((batch, TILE[-1], heads, channels), dtype=torch.float32)
-    if TILE[-1] > 1:
-        _launch(_sum_parts, [x], sums, SHARES=shares)
+    _launch(_sum_parts, [x], sums, SHARES=shares)
     return sums
 
 
