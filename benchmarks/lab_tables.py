@@ -10,11 +10,15 @@ Runs get there by `attncond lab collect RUNS --out results/lab/NAME.json`.
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from scipy.stats import spearmanr
 
 from attncond.lab.figures import FIGURES, figure
 from attncond.lab.results import load_runs
@@ -165,6 +169,67 @@ def _power(value: float | None) -> str:
     return "–" if value is None else f"{value:.1e}"
 
 
+# Column of the Monitor, its name, whether it is a condition number.
+WATCHED = (
+    ("kappa", "κ of weights", True),
+    ("jacobian_kappa", "κ(J)", True),
+    ("entropy", "entropy", False),
+)
+
+
+def _order(runs: Sequence[Run], folder: Path) -> str:
+    """What of the Monitor's numbers orders the accuracies of the runs that it watched."""
+    watched = [r for r in runs if r.curves.steps and r.architecture == "ViT-B" and r.accuracy()]
+    if not watched:
+        return "No watched runs are committed yet."
+    # Of equal runs, ``runs`` has one, and not always the accuracy of the one that was watched.
+    wanted = {run.experiment for run in watched}
+    every = load_runs([folder], once=False)
+    watched = [r for r in every if r.curves.steps and r.experiment in wanted and r.accuracy()]
+    watched.sort(key=lambda run: -run.accuracy())
+    columns, cells = ["variant", "accuracy"], [[r.variant, f"{r.accuracy():.2f}"] for r in watched]
+    last = ["Spearman's ρ with accuracy", ""]
+    for column, name, ratio in WATCHED:
+        for when in ("start", "end"):
+            found = [_at(run, column, when) for run in watched]
+            columns.append(f"{name}, {when}")
+            for line, value in zip(cells, found, strict=True):
+                line.append(_value(value, ratio))
+            pairs = [(v, r.accuracy()) for v, r in zip(found, watched, strict=True) if v]
+            varies = len({value for value, _ in pairs}) > 1
+            rho = spearmanr(*zip(*pairs, strict=True)).statistic if varies else None
+            last.append("–" if rho is None else f"{rho:+.2f} (n = {len(pairs)})")
+    shown = Table(
+        "Conditioning and accuracy of each watched run of the small ViT",
+        tuple(columns),
+        (*map(tuple, cells), tuple(last)),
+        notes=(
+            "κ of weights: effective W_Q, W_K and W_V, geometric mean over roles and layers; κ(J): "
+            "worst head of each layer on a probe, geometric mean over the layers which float64 "
+            "resolves; unresolved: it resolves none, which ranks as the largest; –: no Jacobians "
+            "were watched. Entropy of the attention in nats.",
+        ),
+    )
+    return shown.to_markdown()
+
+
+def _at(run: Run, column: str, when: str) -> float | None:
+    """A value before or after training; inf where float64 cannot tell it."""
+    curves = run.curves
+    names = [f"{role}_kappa" for role in "qkv"] if column == "kappa" else [column]
+    values = [curves.first(n) if when == "start" else curves.last(n) for n in names]
+    known = [v for v in values if v is not None]
+    if known:
+        return statistics.geometric_mean(known)
+    return math.inf if curves.left_out.get(column) else None
+
+
+def _value(value: float | None, ratio: bool) -> str:
+    if value is None or not ratio:
+        return "–" if value is None else f"{value:.2f}"
+    return "unresolved" if math.isinf(value) else f"{value:.3g}" if value < 1e4 else _power(value)
+
+
 def _pictures(names: Sequence[str], folder: Path) -> list[str]:
     files = {name: folder / f"figure-{name}.png" for name in names}
     return [f"![Figure {n}](../results/lab/{f.name})" for n, f in files.items() if f.exists()]
@@ -189,6 +254,9 @@ SECTIONS: dict[str, Section] = {
         on="validation",
     ),
     "tinyimagenet": _section("1", CALL.format("vit-tinyimagenet", 5), _on("tiny_imagenet")),
+    "tinyvalidation": _section(
+        "1", CALL.format("vit-tinyimagenet", 5), _on("tiny_imagenet"), on="validation"
+    ),
     "lambda": _section(
         "5",
         CALL.format("vit-lambda", 3),
@@ -196,6 +264,7 @@ SECTIONS: dict[str, Section] = {
         _method("lam="),
         ["lambda"],
     ),
+    "order": _order,
     "start": _start,
     "layernorm": _section(
         "6", CALL.format("layernorm", 3), _on("cifar10"), lambda run: not run.get("model.norm")

@@ -132,9 +132,33 @@ def test_every_section_is_filled_from_runs(lab_tables, tmp_path: Path) -> None:
     assert "40.50 ± 0.71" not in parts["cifar10"]
     assert "norm-preserving" in parts["lambda"]
     assert "figure-lambda.png" in parts["lambda"]
+    assert re.search(r"\| paper \| 29.90 \| 1.12 \| 1.34 \| .* \| 0.07 \| 0.06 \|", parts["order"])
     assert "no LayerNorm" in parts["layernorm"]
     assert "paper-svd" in parts["theorems"]
     assert "| Spectral() | 1.000 | 0.980 to 1.020 | 1.003 | 1.007 | 1.005 |" in parts["steps"]
     assert "fewer epochs" in parts["epochs"]
     assert "figure-2.png" in parts["spectra"]
     assert lab_tables.render(text, lab_tables.committed(lab), lab) == text
+
+
+def test_ranks_count_what_float64_cannot_resolve_as_the_largest(lab_tables, tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((70.0, 60.0, 50.0, 40.0)):
+        Fake("s", seed, accuracy, watch=True, lam=1.0 + seed).write(tmp_path / "runs")
+    runs = load_runs([tmp_path / "runs"])
+    records = [run.curves.to_dict() for run in runs]
+    for record, kappa in zip(
+        records, ([9.0, 1.0], [8.0, 3.0], [7.0, 2.0], [6.0, None]), strict=True
+    ):
+        record |= {"steps": [0, 9], "values": {"jacobian_kappa": kappa}}
+        record["left_out"] = {"jacobian_kappa": 9} if None in kappa else {}
+    collected = collect(runs, "attncond lab collect")
+    for entry, record in zip(collected["runs"], records, strict=True):
+        entry["curves"] = record
+    lab = tmp_path / "lab"
+    lab.mkdir()
+    (lab / "all.json").write_text(dumps(collected))
+    found = lab_tables.SECTIONS["order"](lab_tables.committed(lab), lab)
+    last = [cell.strip() for cell in found.splitlines()[-3].split("|")]
+    # Ranks 4 3 2 1 of accuracies against 4 3 2 1 and 1 3 2 4: 1 - 6 Σd²/(n(n² - 1)).
+    assert last[3:5] == ["+1.00 (n = 4)", "-0.80 (n = 4)"]
+    assert "| unresolved |" in found
