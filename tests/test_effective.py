@@ -88,6 +88,39 @@ def test_what_is_not_conditioned_may_be_parametrised():
     torch.testing.assert_close(model(x, x, x)[0], before)
 
 
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: nn.utils.parametrize.register_parametrization(module, "bias", Twice()),
+        lambda module: prune.l1_unstructured(module, "bias", 0.5),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_linear_adds_the_bias_that_it_reads_as(change, before):
+    model = vit.make(dtype=torch.float32)
+    linear = model.blocks[0].attn.qkv
+    if before:
+        change(linear)
+    ac.condition(model, ac.Spectral())
+    if not before:
+        change(linear)
+    x = torch.randn(2, 24)
+    assert not torch.equal(linear.bias, vit.make(dtype=torch.float32).blocks[0].attn.qkv.bias)
+    torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_a_forward_that_others_put_into_linear_is_called(linear, monkeypatch):
+    x, stock = torch.randn(2, 24), nn.Linear.forward
+    before = linear(x)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: 2 * stock(self, input))
+    torch.testing.assert_close(linear(x), 2 * before)
+
+
 def test_replicas_of_data_parallel_are_refused(linear):
     replica = linear._replicate_for_data_parallel()
     with pytest.raises(ac.ConditioningError, match="use DistributedDataParallel"):
@@ -95,10 +128,6 @@ def test_replicas_of_data_parallel_are_refused(linear):
 
 
 def test_what_others_derived_from_the_class_survives_folding():
-    class Twice(nn.Module):
-        def forward(self, x):
-            return 2 * x
-
     model = nn.MultiheadAttention(8, 2, batch_first=True)
     handle = ac.condition(model, ac.Spectral())
     nn.utils.parametrize.register_parametrization(model, "in_proj_bias", Twice())

@@ -256,7 +256,10 @@ def _property(name: str) -> property:
     )
 
 
-def _linear_forward(self: nn.Module, input: Tensor) -> Any:
+_LINEAR = nn.Linear.forward  # what others may put in its place later has to be called
+
+
+def _linear_forward(self: nn.Linear, input: Tensor) -> Any:
     """nn.Linear's own forward, with the effective weight computed in place.
 
     Dynamo skips the guards of a module, and of all that hold it, as long as their dictionaries stay
@@ -264,6 +267,8 @@ def _linear_forward(self: nn.Module, input: Tensor) -> Any:
     """
     if not isinstance(self, Conditioned):  # as in Conditioned.forward
         return type(self).forward(self, input)
+    if nn.Linear.forward is not _LINEAR:
+        return Conditioned.forward(self, input)
     raw = self._parameters["weight"]
     assert raw is not None
     if isinstance(raw, DTensor):
@@ -271,12 +276,12 @@ def _linear_forward(self: nn.Module, input: Tensor) -> Any:
     if not raw.is_meta:
         check_calibrated(self)
     parts = {part: buffer(self, "weight", part) for part in _PARTS}
-    return nn.functional.linear(input, corrected(raw, 0, parts), self._parameters["bias"])
+    return nn.functional.linear(input, corrected(raw, 0, parts), self.bias)
 
 
 def _forward_of(base: type[nn.Module], names: tuple[str, ...], heads: bool) -> Callable[..., Any]:
     """A forward with the signature of the base's, which torch.export and others go by."""
-    linear = base.forward is nn.Linear.forward and names == ("weight",) and not heads
+    linear = base.forward is _LINEAR and names == ("weight",) and not heads
     shared: Any = _linear_forward if linear else Conditioned.forward
     forward: Any = types.FunctionType(
         shared.__code__, shared.__globals__, "forward", None, shared.__closure__
