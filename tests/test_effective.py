@@ -423,3 +423,36 @@ def test_hooks_that_hold_on_to_a_forward_survive_removal(method: object) -> None
     assert not torch.equal(case.run(model), stock)
     handle.remove()
     assert torch.allclose(case.run(model), stock, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["torch-encoder", "timm-vit", "timm-beit", "hf-gpt2"])
+def test_accelerate_moves_the_stored_weight(name, monkeypatch):
+    """It reads what it puts on another device by name, and stores what it has read."""
+    import accelerate
+
+    case = CASE[name]
+    model = case.make()
+    ac.condition(model, ac.Spectral())
+    output, state = case.run(model), {k: v.clone() for k, v in model.state_dict().items()}
+    with monkeypatch.context() as patch:  # as if cpu:0 were another device
+        patch.setattr(accelerate.utils.modeling, "check_device_same", lambda *_: False)
+        for path, _ in model.named_parameters():
+            accelerate.utils.set_module_tensor_to_device(model, path, "cpu:0")
+    torch.testing.assert_close(case.run(model), output)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_accelerate_offloads_a_conditioned_model():
+    import accelerate
+
+    model = vit.make()
+    handle = ac.condition(model, ac.Spectral())
+    output = vit.run(model)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert model.blocks[0].attn.qkv.get_parameter("weight").is_meta
+    torch.testing.assert_close(vit.run(model), output)
+    with pytest.raises(ac.ConditioningError, match="meta device cannot be folded"):
+        handle.fold()
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    handle.fold()
+    torch.testing.assert_close(vit.run(model), output)

@@ -211,6 +211,9 @@ def _sliced(owner: nn.Module, name: str) -> ConditioningError:
 # What reads a weight to put another in its place. All but the reading goes past the module, to its
 # dictionary of parameters, or comes when other things are changed already.
 _REPLACING = tuple(f"torch.nn.utils.{name}" for name in ("weight_norm", "prune", "parametrize"))
+# What reads a weight to put it back on another device: what is stored has to move, or it would be
+# conditioned twice.
+_MOVING = ("accelerate.utils.modeling",)
 
 
 def _replaced(owner: nn.Module, name: str) -> str:
@@ -236,14 +239,16 @@ def _property(name: str) -> property:
         assert raw is not None
         if isinstance(raw, DTensor):  # FSDP2 asks for what it shards; forward sees it gathered
             return raw
+        plain = tracing()
+        reader = None if plain else sys._getframe(1).f_globals.get("__name__")
+        if reader in _REPLACING:
+            raise ConditioningError(_replaced(self, name))
+        if reader in _MOVING:
+            return raw
         if not raw.is_meta:
             check_calibrated(self)
         result = effective(self, name)
-        if tracing():
-            return result
-        if sys._getframe(1).f_globals.get("__name__") in _REPLACING:
-            raise ConditioningError(_replaced(self, name))
-        return result.as_subclass(EffectiveWeight)
+        return result if plain else result.as_subclass(EffectiveWeight)
 
     def replica(self: nn.Module, _: Tensor) -> None:
         raise ConditioningError(
