@@ -350,9 +350,9 @@ def install(
     """Make ``owner.<name>`` read as its effective weight."""
     owner.__dict__[_RECORDS] = {**records(owner), name: correction}
     owner.__dict__[_LOADS] = loads(owner) + 1
-    owner.__dict__[_PENDING] = any(b.is_meta for b in buffers.values())
     for part, value in buffers.items():
         owner.register_buffer(buffer_name(name, part), value)
+    owner.__dict__[_PENDING] = any(b.is_meta for b in _own_buffers(owner).values())
     recast(owner)
 
 
