@@ -93,6 +93,7 @@ NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "2", [2.0]]
             ({"correction": "polar", "refresh_every": n}, "refresh_every must be a whole number")
             for n in (0, -1, 1.5, True, math.nan, math.inf, None, "2")
         ),
+        *(({"preserve_norm": p}, "preserve_norm must be True or False") for p in ("no", None, 1)),
         *(({"gain": g}, "gain must be a finite number above 0") for g in NOT_NUMBERS),
         ({"refresh_every": 2}, "refresh_every belongs to correction='polar'"),
         ({"correction": "polar", "kappa": 1.5}, "takes neither kappa nor lam"),

@@ -91,6 +91,10 @@ class Spectral:
             raise ConditioningError(
                 f"refresh_every must be a whole number of steps, not {self.refresh_every!r}"
             )
+        if not isinstance(self.preserve_norm, bool):
+            raise ConditioningError(
+                f"preserve_norm must be True or False, not {self.preserve_norm!r}"
+            )
         if not (_is_number(self.gain) and self.gain > 0):
             raise ConditioningError(f"gain must be a finite number above 0, not {self.gain!r}")
         if self.correction == "polar":
