@@ -156,6 +156,36 @@ def test_feature_extraction_sees_a_conditioned_linear_as_a_leaf():
     torch.testing.assert_close(extractor(x)["fc_norm"], wanted)
 
 
+def test_feature_extraction_refuses_to_freeze_an_effective_weight():
+    """Whoever reads the weight and is no leaf would have it as a constant of the graph."""
+    from torchvision.models import SwinTransformer
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model = SwinTransformer([4, 4], 12, [2], [3], [4, 4], num_classes=2)
+    handle = ac.condition(model, ac.Spectral())
+    with pytest.raises(ac.ConditioningError, match=r"into its graph as a constant.* fold\(\)"):
+        create_feature_extractor(model, ["norm"])
+    site = ac.inspect(model).sites[0]
+    leaves = {"leaf_modules": [type(site.module)]}
+    extractor = create_feature_extractor(model, ["norm"], tracer_kwargs=leaves)
+    for _ in range(2):
+        extractor(torch.randn(2, 3, 32, 32))["norm"].sum().backward()
+    assert site.projections[0].raw.grad.any()
+    handle.fold()
+    create_feature_extractor(model, ["norm"])
+
+
+def test_a_linear_that_fx_traces_through_is_not_frozen():
+    class Own(nn.Linear):
+        """Of another module than torch.nn, and so no leaf."""
+
+    model = vit.make(dtype=torch.float32)
+    model.blocks[0].attn.qkv = Own(24, 72)
+    ac.condition(model, ac.Spectral())
+    with pytest.raises(ac.ConditioningError, match="into its graph as a constant"):
+        torch.fx.symbolic_trace(model.blocks[0].attn.qkv)
+
+
 def test_isinstance_and_names_survive(linear):
     assert isinstance(linear, nn.Linear)
     assert "Linear(in_features=24" in repr(linear)

@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.fx import Proxy
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from attncond.diagonal import decode, with_code
 from attncond.errors import ConditioningError
@@ -223,6 +225,14 @@ def _replaced(owner: nn.Module, name: str) -> str:
     )
 
 
+def _frozen(owner: nn.Module, name: str) -> str:
+    return (
+        f"torch.fx would write the effective '{name}' of a conditioned {class_name(owner)} into "
+        "its graph as a constant, which no training reaches: let the tracer take the module that "
+        "reads it for a leaf, or fold() the model first"
+    )
+
+
 def _own_buffers(owner: nn.Module) -> dict[str, Tensor]:
     keys = tuple(buffer_name(name, "") for name in records(owner))
     return {k: b for k, b in owner._buffers.items() if b is not None and k.startswith(keys)}
@@ -240,6 +250,8 @@ def _property(name: str) -> property:
         if isinstance(raw, DTensor):  # FSDP2 asks for what it shards; forward sees it gathered
             return raw
         plain = tracing()
+        if not plain and is_fx_symbolic_tracing():
+            raise ConditioningError(_frozen(self, name))
         reader = None if plain else sys._getframe(1).f_globals.get("__name__")
         if reader in _REPLACING:
             raise ConditioningError(_replaced(self, name))
@@ -272,7 +284,7 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Any:
     """
     if not isinstance(self, Conditioned):  # as in Conditioned.forward
         return type(self).forward(self, input)
-    if nn.Linear.forward is not _LINEAR:
+    if nn.Linear.forward is not _LINEAR or isinstance(input, Proxy):
         return Conditioned.forward(self, input)
     raw = self._parameters["weight"]
     assert raw is not None
