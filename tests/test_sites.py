@@ -131,6 +131,16 @@ def test_fused_with_values_of_their_own_size_from_a_later_row_on(head_major: boo
             assert torch.equal(blocks(site, role)[h], linear.weight[first : first + size])
 
 
+@pytest.mark.parametrize("head_major", [False, True])
+def test_the_size_of_a_head_is_what_values_of_their_own_size_leave(head_major: bool) -> None:
+    linear = nn.Linear(6, 2 * (8 + 8 + 2))
+    given = fused(linear, heads=2, head_dim=8, v_head_dim=2, head_major=head_major)
+    inferred = fused(linear, heads=2, v_head_dim=2, head_major=head_major)
+    for p, q in zip(inferred.projections, given.projections, strict=True):
+        assert torch.equal(p.rows, q.rows)
+    assert fused(linear, "v", heads=2, v_head_dim=9).projections[0].rows.shape == (2, 9)
+
+
 def test_transposed_weights_and_convolutions() -> None:
     conv1d = Conv1D(24, 6)
     site = fused(conv1d, heads=2)
@@ -268,6 +278,8 @@ def test_a_layer_that_calls_something_else_groups_is_read() -> None:
         (lambda: separate(nn.Linear(6, 8), None, None, heads=-2), "into -2 heads"),
         (lambda: fused(nn.Linear(6, 24), heads=5), "fused weight: 24 rows .* into 15 heads"),
         (lambda: fused(nn.Linear(6, 25), heads=2), "25 rows do not divide into 6 heads"),
+        (lambda: fused(nn.Linear(6, 24), heads=2, v_head_dim=12), "0 rows do not divide into 4"),
+        (lambda: fused(nn.Linear(6, 24), heads=2, v_head_dim=14), "-4 rows do not divide into 4"),
         (lambda: fused(nn.Linear(6, 24), heads=2, start=1), "23 rows do not divide into 6"),
         (lambda: fused(nn.Linear(6, 24), heads=2, head_dim=5), "has 24 rows, qkv .* needs 30"),
         (

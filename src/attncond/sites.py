@@ -169,7 +169,7 @@ def project(role: Role, owner: nn.Module, rows: Tensor, *, name: str = "weight")
 
 
 def _divide(size: int, parts: int, what: str) -> int:
-    if parts <= 0 or size % parts:
+    if parts <= 0 or size <= 0 or size % parts:
         raise UnsupportedAttentionError(f"{what}: {size} rows do not divide into {parts} heads")
     return size // parts
 
@@ -223,7 +223,7 @@ def fused(
 
     Role by role (``[q; k; v]``, the default) or head by head (``head_major``: ``[q_1; k_1; v_1;
     q_2; ...]``), in the order given, from row ``start`` on. ``head_dim`` is inferred when all rows
-    belong to the roles named and all heads are of one size.
+    belong to the roles named and all heads are of one size, save those of ``v_head_dim``.
 
     >>> site = fused(nn.Linear(8, 24), heads=2, head_major=True)
     >>> site.projection("k").rows
@@ -235,9 +235,11 @@ def fused(
     owner, axis = weight_of(owner, name)
     size = raw_parameter(owner, name).shape[axis] - start
     count = {r: heads if r == "q" or kv_heads is None else kv_heads for r in order}
-    if head_dim is None:
-        head_dim = _divide(size, sum(count.values()), "fused weight")
-    dim = {r: v_head_dim if r == "v" and v_head_dim is not None else head_dim for r in order}
+    given = {r: v_head_dim if r == "v" and v_head_dim is not None else head_dim for r in order}
+    dim = {r: d for r, d in given.items() if d is not None}
+    if open_heads := sum(count[r] for r in order if r not in dim):
+        rest = size - sum(count[r] * d for r, d in dim.items())
+        dim = dict.fromkeys(order, _divide(rest, open_heads, "fused weight")) | dim
     total = sum(count[r] * dim[r] for r in order)
     if total > size:
         raise UnsupportedAttentionError(
