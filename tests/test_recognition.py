@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_forms import (
+    ASSIGNED,
     FORMS,
     GAP,
     MASKS,
@@ -52,7 +53,7 @@ def test_by_itself_it_changes_nothing(form):
 
 
 @methods
-@forms
+@pytest.mark.parametrize("form", FORMS + ASSIGNED, ids=lambda f: f.__name__)
 def test_every_form_with_every_mask(form, on):
     if form is split_heads and PRE in on:
         with pytest.raises(ac.UnsupportedAttentionError, match="several products"):

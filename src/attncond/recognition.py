@@ -64,6 +64,12 @@ class Logits(NamedTuple):
         visible = _above(self.tensor, HIDDEN)
         return visible if self.visible is None else visible & self.visible
 
+    def remembered(self) -> Tensor:
+        """Which of its entries nothing is known to have hidden, whatever they are now."""
+        if self.visible is None:
+            return torch.ones_like(self.tensor, dtype=torch.bool)
+        return self.visible.expand_as(self.tensor)
+
 
 class Matrix(NamedTuple):
     """An attention matrix, or what became of it, that stands for ``tensor − minus``."""
@@ -187,13 +193,15 @@ class Recognition(TorchFunctionMode):
             ]
             sinks = any(p.sinks for p in parts)
             if any(p.visible is not None for p in parts):
-                keys = [
-                    torch.ones_like(p.tensor, dtype=torch.bool)
-                    if p.visible is None
-                    else p.visible.expand_as(p.tensor)
-                    for p in parts
-                ]
+                keys = [p.remembered() for p in parts]
                 visible = call.func(keys, *call.args[1:], **call.kwargs)
+        elif name == "__setitem__":
+            whole, index, value = call.args
+            whole = find(self.logits, [whole]) or Logits(whole, None)
+            part = find(self.logits, [value])
+            if whole.visible is not None or (part and part.visible is not None):
+                visible = whole.remembered().clone()
+                visible[index] = part.remembered() if part else True
         elif name == "pad":  # a column of zeros is a sink, too
             sinks, shown = True, torch.ones_like(logits.tensor, dtype=torch.bool)
             shown = shown if visible is None else visible.expand_as(shown)
