@@ -272,10 +272,21 @@ def stabilised_elsewhere(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     return shifted.softmax(-1) @ v
 
 
+def summed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    parts = logits_of(torch.stack([q / 4, q * 3 / 4]), k, None).sum(0)
+    return (parts if mask is None else parts + low(mask)).softmax(-1) @ v
+
+
+def stabilised_and_summed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    parts = torch.cat([logits_of(q / 4, k, mask)[None], logits_of(q * 3 / 4, k, None)[None]])
+    return (parts - parts.amax(-1, keepdim=True)).sum(0).softmax(-1) @ v
+
+
 FUSED = (fused, positional)
 WRITTEN = (
     *(matmul, by_keyword, method_and_cast, values_cast, softmax_by_keyword, special_softmax),
     *(softmax_module, masked_fill, where, linalg, stabilised, stabilised_in_parts),
+    *(summed, stabilised_and_summed),
     *(flattened, viewed, split_heads, einsum, einsum_values_first, values_first, keys_first),
 )
 ASSIGNED = (stabilised_in_place, stabilised_elsewhere)  # which torch.compile shows to no mode

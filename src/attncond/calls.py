@@ -13,6 +13,7 @@ from attncond.errors import UnsupportedAttentionError
 PRODUCTS = frozenset(("matmul", "__matmul__", "linalg_matmul", "bmm", "einsum", "baddbmm", "mm"))
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 SUBTRACTIONS = frozenset(("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"))
+SUMS = frozenset(("sum", "mean"))
 SOFTMAXES = frozenset(("softmax", "special_softmax"))
 JOINS = frozenset(("cat", "concat", "concatenate"))
 # What takes of a tensor its shape or its kind, and none of its entries.

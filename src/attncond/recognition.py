@@ -41,6 +41,7 @@ from attncond.calls import (
     RESHAPES,
     SOFTMAXES,
     SUBTRACTIONS,
+    SUMS,
     FusedAttention,
     TorchCall,
     find,
@@ -180,9 +181,14 @@ class Recognition(TorchFunctionMode):
     def _follow(self, logits: Logits, call: TorchCall, result: Any) -> None:
         """Keep an eye on what logits become on their way to the softmax."""
         name, operands = call.name, call.operands()
-        if name in OBSERVERS and getattr(result, "shape", None) != logits.tensor.shape:
-            return  # their maximum, which says nothing of keys
         visible: Any = logits.visible
+        shape: Any = getattr(result, "shape", None)
+        if name in OBSERVERS and shape != logits.tensor.shape:
+            if name not in SUMS or shape[-2:] != logits.tensor.shape[-2:]:
+                return  # their maximum, which says nothing of keys
+            if visible is not None:  # logits in parts, each of which may hide a key
+                hidden = (~logits.remembered()).to(logits.tensor.dtype)
+                visible = call.exchanged(logits.tensor, hidden).run() == 0
         sinks = logits.sinks and name not in RESHAPES
         if logits.sinks and not sinks:
             visible = None  # positions are shifted so too, with a column of zeros
