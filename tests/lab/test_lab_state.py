@@ -104,6 +104,23 @@ def test_the_peak_is_kept_for_the_next_process(tmp_path, monkeypatch):
     assert state.memory == 800
 
 
+def test_step_times_are_of_one_hardware_and_say_of_which(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNCOND_LAB_JOBS", "4")
+    crowded = made(peak=10**15)
+    crowded.clock.laps[:] = [40.0]
+    crowded.save(RunFolder(tmp_path))
+    monkeypatch.delenv("ATTNCOND_LAB_JOBS")
+    state = made()
+    state.load(RunFolder(tmp_path))
+    assert (state.hardware["side_by_side"], state.clock.laps) == (4, [40.0])
+    assert state.memory == 10**15
+    state.lap(8)
+    assert (state.hardware["side_by_side"], state.clock.laps) == (1, [])
+    assert state.memory < 10**15
+    state.lap(8)
+    assert len(state.clock.laps) == 1
+
+
 def test_without_a_checkpoint_nothing_changes(tmp_path):
     state = made()
     before = {k: v.clone() for k, v in state.module.state_dict().items()}

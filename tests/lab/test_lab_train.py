@@ -172,6 +172,15 @@ def test_the_test_set_is_read_once_and_later(tmp_path, monkeypatch):
     assert whole.values["test_loss"] == second.values["test_loss"]
 
 
+def test_a_test_that_is_read_later_and_alone_does_not_say_so_of_the_steps(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNCOND_LAB_JOBS", "2")
+    first = quiet(config(), tmp_path, test=False)
+    monkeypatch.delenv("ATTNCOND_LAB_JOBS")
+    second = quiet(config(), tmp_path)
+    assert second.values["hardware"]["side_by_side"] == 2
+    assert second.values["step_milliseconds"] == first.values["step_milliseconds"]
+
+
 def test_a_time_limit_saves_and_the_same_call_goes_on(tmp_path):
     whole = quiet(config(), tmp_path / "whole")
     with pytest.raises(Interrupted, match="time limit at step 1 of 10") as caught:

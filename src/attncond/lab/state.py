@@ -35,6 +35,8 @@ class State:
     def __post_init__(self) -> None:
         device = self.accelerator.device
         self.loss_sum = torch.zeros((), device=device)  # over those steps
+        self._here = facts.hardware(device, self.accelerator.num_processes)
+        self.hardware = self._here  # that steps were timed on
 
     def add(self, loss: Tensor, parts: int) -> None:
         """Count a loss without waiting for it."""
@@ -48,6 +50,13 @@ class State:
         """A new mean begins."""
         self.loss_sum.zero_()
         self.losses = 0
+
+    def lap(self, steps: int) -> None:
+        """Time so many steps; what they took elsewhere, or in other company, is forgotten."""
+        if self.hardware != self._here:
+            self.hardware, self.peak = self._here, 0
+            self.clock.laps.clear()
+        self.clock.lap(steps)
 
     @property
     def memory(self) -> int:
@@ -67,6 +76,7 @@ class State:
             "laps": self.clock.laps,
             "seconds": self.clock.seconds,
             "peak": self.memory,
+            "hardware": self.hardware,
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": gather_object([checkpoint.random_state()]),
         }
@@ -92,3 +102,4 @@ class State:
         self.step, self.losses, self.peak = saved.step, plain["losses"], plain["peak"]
         self.loss_sum.fill_(plain["loss_sum"])
         self.clock = Stopwatch(plain["laps"], plain["seconds"])
+        self.hardware = plain.get("hardware", self._here)

@@ -243,7 +243,7 @@ def _train(
                 if not (look or ends or due or reason):
                     continue
                 mean = state.mean_loss()
-                clock.lap(step - looked)
+                state.lap(step - looked)
                 looked, diverged = step, not math.isfinite(mean)
                 if diverged:
                     break
@@ -299,6 +299,7 @@ def _train(
         "data_note": source.note,
         "certificates": certificates,
         **facts.about(device, world),
+        "hardware": state.hardware,  # of the steps: the test may be read elsewhere, or later
         "config": config.model_dump(mode="json"),
     }
     with average.in_place() if average is not None else nullcontext():
