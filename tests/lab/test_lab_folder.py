@@ -3,6 +3,9 @@
 import errno
 import json
 import math
+import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +94,53 @@ def test_starting_over_leaves_what_is_not_the_run_s(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     RunFolder(tmp_path).claim(config(), resume=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "notes.md"]
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_starting_over_that_is_killed_leaves_nothing_to_go_on_with_otherwise(
+    tmp_path, monkeypatch, at
+):
+    RunFolder(tmp_path).claim(config(optim__lr=5), resume=True)
+    for name in ("checkpoints", "tensorboard"):
+        (tmp_path / name).mkdir()
+    for name in ("metrics.jsonl", "history.jsonl", "result.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    calls = 0
+
+    def dying(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls > at:
+            raise KeyboardInterrupt
+        return real[kwargs.pop("which")](*args, **kwargs)
+
+    real = {"rmtree": shutil.rmtree, "unlink": Path.unlink}
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", partial(dying, which="rmtree"))
+        patch.setattr(Path, "unlink", lambda *a, **k: dying(*a, which="unlink", **k))
+        with pytest.raises(KeyboardInterrupt):
+            RunFolder(tmp_path).claim(config(), resume=False)
+    assert (tmp_path / "config.json").exists()
+    if at < 5:  # the result was still there
+        with pytest.raises(RunError, match=r"optim.lr was 5.0 and is 0.004"):
+            RunFolder(tmp_path).claim(config(), resume=True)
+    else:
+        RunFolder(tmp_path).claim(config(), resume=True)
+        assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_cannot_be_deleted_is_not_gone_on_with(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"cannot be started over: .*--out"):
+        RunFolder(tmp_path).claim(config(), resume=False)
+
+
+@pytest.mark.parametrize("trained", ["metrics.jsonl", "checkpoints", "result.json"])
+def test_a_run_whose_settings_are_lost_is_not_gone_on_with(tmp_path, trained):
+    (tmp_path / trained).touch()
+    with pytest.raises(RunError, match=r"without its config.json.*--restart"):
+        RunFolder(tmp_path).claim(config(), resume=True)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -114,26 +114,43 @@ class RunFolder:
             RunError: The folder is of another configuration; the message names what differs.
         """
         if not resume:
-            for name in _OWN:
-                (self.path / name).unlink(missing_ok=True)
-            for name in _OWN_FOLDERS:
-                shutil.rmtree(self.path / name, ignore_errors=True)
+            self._clear()
         file, new = self.path / "config.json", json.loads(config.model_dump_json())
+        trained = any(path.exists() for path in self._trained)
         try:
             old = _object(file)
         except FileNotFoundError:
+            if trained:
+                raise RunError(
+                    f"{self.path} holds a run without its config.json, so that its settings are "
+                    "not known. Choose another folder with --out, or start over with --restart"
+                ) from None
             write_text(file, json.dumps(new, indent=1) + "\n")
             return
         except ValueError as error:
             raise RunError(f"{file} is damaged ({error}): delete {self.path}") from error
         changes = list(_changes(old, new))
-        if changes and any(path.exists() for path in self._trained):
+        if changes and trained:
             raise RunError(
                 f"{self.path} holds a run with other settings: {'; '.join(changes)}. Choose "
                 "another folder with --out, or start over with --restart"
             )
         if changes:
             write_text(file, json.dumps(new, indent=1) + "\n")
+
+    def _clear(self) -> None:
+        """Delete the run, what says of which settings it is last: whoever kills this sees it."""
+        try:
+            for name in _OWN_FOLDERS:
+                if (self.path / name).exists():
+                    shutil.rmtree(self.path / name)
+            for name in _OWN:
+                (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be started over: {error}. Delete it, or choose another folder "
+                "with --out"
+            ) from error
 
     def result(self) -> Result | None:
         """How the run ended; None if it has not."""
