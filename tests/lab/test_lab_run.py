@@ -186,6 +186,7 @@ def test_what_was_started_over_goes_on_without_starting_over_again(tmp_path, cap
     [
         ("model.name=vit_smal32", "'vit_smal32' is no model. Did you mean vit_small32"),
         ("model.kwargs.dept=2", "unexpected keyword argument 'dept'"),
+        ("model.name=vit_tiny_patch16_224", "cannot read an image"),
     ],
 )
 def test_a_model_that_cannot_be_is_told_once_and_before_anything_starts(setting, said, capsys):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import attncond as ac
-from attncond.lab.models import MODELS, ModelError, build, remove_layer_norms
+from attncond.lab.models import MODELS, ModelError, build, check, remove_layer_norms
 from attncond.lab.recipe import Model, list_recipes
 from attncond.methods.parse import parse_method
 
@@ -249,3 +251,24 @@ def test_what_cannot_be_built_is_told_with_its_arguments(
 ) -> None:
     with pytest.raises(ModelError, match=name):
         build(Model(name=name, kwargs=kwargs), 10, size)
+
+
+@pytest.mark.parametrize("name", ["vit_small32", "deit_small32"])
+def test_what_reads_its_images_is_fine(name: str) -> None:
+    check(Model(name=name, kwargs={"depth": 1}), 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "size", "said"),
+    [
+        ("vit_tiny_patch16_224", {}, 8, "data.image_size 8 .*cannot read an image: .*Kernel size"),
+        ("vit_small32", {"depth": 1, "global_pool": ""}, 32, r"of shape \(1, 65, 10\) for one"),
+        ("resnet18", {"features_only": True}, 32, "gives no tensor for one image"),
+        ("vit_small32", {"norm_layer": "layernrom"}, 32, "cannot be built"),
+    ],
+)
+def test_what_cannot_read_its_images_is_told(
+    name: str, kwargs: dict[str, Any], size: int, said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        check(Model(name=name, kwargs=kwargs), size)

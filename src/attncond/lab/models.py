@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import timm
+import torch
 from timm.models.davit import DaVit, WindowAttention
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
@@ -33,7 +34,7 @@ from attncond.lab.config import Model
 from attncond.lab.initial import mimetic
 from attncond.methods.parse import parse_method
 
-__all__ = ["MODELS", "ModelError", "build", "remove_layer_norms"]
+__all__ = ["MODELS", "ModelError", "build", "check", "remove_layer_norms"]
 
 
 class ModelError(ConditioningError):
@@ -139,7 +140,7 @@ def build(model: Model, num_classes: int, image_size: int, channels: int = 3) ->
     arguments = {**model.kwargs, "drop_path_rate": model.drop_path}
     try:
         net = make(img_size=image_size, num_classes=num_classes, in_chans=channels, **arguments)
-    except (TypeError, AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except Exception as error:  # of timm, for arguments of any kind
         raise ModelError(
             f"model '{model.name}' cannot be built for images of {image_size} pixels with "
             f"{arguments}: {error or type(error).__name__}"
@@ -153,6 +154,29 @@ def build(model: Model, num_classes: int, image_size: int, channels: int = 3) ->
     elif model.init != "default":
         condition(net, parse_method(model.init)).fold()
     return net
+
+
+@torch.no_grad()
+def check(model: Model, image_size: int) -> None:
+    """See that a model can be built, and takes images of this size for logits of their classes.
+
+    Raises:
+        ModelError: It cannot, or gives something else.
+    """
+    classes = 10
+    net = build(model, classes, image_size).eval()
+    said = f"model.name '{model.name}' with data.image_size {image_size} and {model.kwargs}"
+    try:
+        found = net(torch.zeros(1, 3, image_size, image_size))
+    except Exception as error:  # of any kind of layer
+        raise ModelError(f"{said} cannot read an image: {error}") from error
+    shape = getattr(found, "shape", None)
+    if shape != (1, classes):
+        what = "no tensor" if shape is None else f"a tensor of shape {tuple(shape)}"
+        raise ModelError(
+            f"{said} gives {what} for one image of {classes} classes, where one row of logits is "
+            "needed: it is no classifier as it is"
+        )
 
 
 def remove_layer_norms(model: nn.Module) -> None:

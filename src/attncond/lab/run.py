@@ -341,14 +341,14 @@ def run(args: argparse.Namespace) -> int:
 def _check(configs: Sequence[Config], folder: Path | None) -> None:
     """Whether data and models are there: told once, at the start, and not by every run."""
     from attncond.lab.data import find
-    from attncond.lab.models import build
+    from attncond.lab.models import check
 
     for data in {c.data.name: c.data for c in configs}.values():
         find(data, folder)
-    # What a model starts with changes nothing about whether it can be built.
+    # What a model starts with changes nothing about whether it can be built and read images.
     models = [(c.model.model_copy(update={"init": "default"}), c.data.image_size) for c in configs]
     for model, size in {repr(both): both for both in models}.values():
-        build(model, 10, size)
+        check(model, size)
 
 
 def _without(args: argparse.Namespace) -> str:
