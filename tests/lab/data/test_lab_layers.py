@@ -51,6 +51,13 @@ def test_rand_augment_changes_images_as_often_as_timm(text):
     )
 
 
+@pytest.mark.parametrize("text", ["rand-m9-n0", "rand-m9-p0.01-inc1"])
+def test_operations_that_no_image_gets(text):
+    images = noise_split(16).images
+    made = rand_augment(draw(16, 16), text, 32, FILL)
+    assert (made(images, 0) == images).flatten(1).all(1).sum() > 8
+
+
 def test_levels_are_timm_s():
     for name in ("Rotate", "ShearX", "SolarizeAdd", "Solarize", "SolarizeIncreasing", "Color"):
         for level in (0.0, 3.3, 9.0, 10.0):

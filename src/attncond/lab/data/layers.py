@@ -123,11 +123,8 @@ def _levels(random: np.random.Generator, shape: tuple[int, int], operation: Any)
 
 def _row(*columns: Floats | float) -> Floats:
     """Columns of an amount, the rest 0."""
-    length = max(np.size(column) for column in columns)
-    rows = np.zeros((length, 6))
-    for i, column in enumerate(columns):
-        rows[:, i] = column
-    return rows
+    given = np.stack(np.broadcast_arrays(*columns), axis=1)  # no images: no rows
+    return np.pad(given, ((0, 0), (0, 6 - len(columns))))
 
 
 def _rotated(levels: Floats, signs: Floats, size: int) -> Floats:
