@@ -44,6 +44,12 @@ def test_numbers_are_taken_strictly(value: object) -> None:
         Optim(lr=value)  # type: ignore[arg-type]
 
 
+def test_a_seed_is_one_that_every_generator_takes() -> None:
+    assert load("digits").config("smoke", seed=2**31 - 1).seed == 2**31 - 1
+    with pytest.raises(RecipeError, match=r"seed must be less than 2147483648, not 4294967296"):
+        load("digits").config("smoke", seed=2**32)
+
+
 def test_every_data_set_that_can_be_read_can_be_asked_for() -> None:
     assert set(Data.model_fields["name"].annotation.__args__) == set(NAMES)
 

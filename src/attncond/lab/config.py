@@ -170,7 +170,7 @@ class Config(Section):
     recipe: str
     form: Form
     variant: str
-    seed: Annotated[int, Field(ge=0)]
+    seed: Annotated[int, Field(ge=0, lt=2**31)]  # NumPy takes 32 bits, each process its own
     data: Data
     model: Model
     methods: Annotated[tuple[str, ...], Field(strict=False)] = ()
