@@ -65,7 +65,7 @@ def folder_note(root: Path, classes: int, train: int, test: int) -> str:
 
 def _classes(folder: Path) -> list[str]:
     with reading(folder), os.scandir(folder) as entries:
-        return sorted(each.name for each in entries if each.is_dir())
+        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
 def _files(folder: Path, classes: list[str]) -> Files:
@@ -88,7 +88,8 @@ def _below(folder: Path, name: str) -> list[bytes]:
         raise error
 
     found = []
-    for place, _, files in os.walk(folder, onerror=refuse):
+    for place, below, files in os.walk(folder, onerror=refuse):
+        below[:] = [each for each in below if not each.startswith(".")]
         inner = os.path.join(name, os.path.relpath(place, folder))
         found += [
             os.fsencode(os.path.normpath(os.path.join(inner, file)))
