@@ -1,7 +1,9 @@
 """What may be compared with what."""
 
+import json
+
 import pytest
-from fabricate import Fake, study
+from fabricate import Fake, dump, study
 
 from attncond.lab.compare import group
 from attncond.lab.results import load_runs
@@ -113,6 +115,19 @@ def test_the_rate_of_all_others_may_be_the_tuned_one(tmp_path):
     (setting,) = settings(tmp_path)
     assert setting.tuned is setting.baseline
     assert setting.tuned is not None
+
+
+def test_without_validation_images_no_rate_is_the_tuned_one(tmp_path):
+    for folder in (
+        Fake(accuracy=75.0).write(tmp_path),
+        Fake("tuned-0.1", accuracy=76.0, changes={"optim.qkv_lr": 0.1}).write(tmp_path),
+    ):
+        result = json.loads((folder / "result.json").read_text())
+        dump(folder / "result.json", result | {"validation_accuracy": None})
+    (setting,) = settings(tmp_path)
+    assert setting.tuned is None
+    assert setting.references == [setting.baseline]
+    assert {row["delta_tuned"] for row in table(1, load_runs([tmp_path])).data[:2]} == {None}
 
 
 def test_no_p_value_for_the_lucky_seeds(tmp_path):

@@ -162,11 +162,12 @@ class Setting:
     def tuned(self) -> Group | None:
         """The stock model at the rate that did best on validation images, never on the test's.
 
-        That may be the rate of all others: the baseline itself. None where no other was tried.
+        That may be the rate of all others: the baseline itself. None where no other was tried, or
+        where no images were held out to choose by.
         """
-        rates = [g for g in self.groups if g.is_tuned]
-        stock = [self.baseline] if rates and self.baseline else []
-        return max([*stock, *rates], key=_on_validation, default=None)
+        stock = [g for g in self.groups if g is self.baseline or g.is_tuned]
+        known = [g for g in stock if _on_validation(g)]
+        return max(known, key=_on_validation) if any(g.is_tuned for g in known) else None
 
     @property
     def references(self) -> list[Group]:
@@ -352,8 +353,7 @@ def _differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> str
 
 
 def _on_validation(group: Group) -> float:
-    mean = Group(group.runs, "validation").sample.mean
-    return mean if mean is not None else float("-inf")
+    return Group(group.runs, "validation").sample.mean or 0.0
 
 
 def _hardware(group: Group) -> Any:
