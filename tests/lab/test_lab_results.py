@@ -12,6 +12,7 @@ from fabricate import NOTE, STEPS, Fake, dump
 from attncond.errors import ConditioningError
 from attncond.lab.results import collect, dumps, load_runs, status
 from attncond.lab.runs import ResultsError
+from attncond.lab.tables import TABLES, table
 
 
 def one(folder):
@@ -174,6 +175,29 @@ def test_an_unknown_method_is_told(tmp_path):
     run = one(Fake(methods=("spektral",)).write(tmp_path))
     assert run.state == "broken"
     assert "Did you mean spectral" in run.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("schedule.epochs", None), ("schedule.epochs", 0), ("optim.qkv_lr", "fast")],
+)
+def test_numbers_that_are_none_make_a_broken_run_not_a_crash(tmp_path, key, value):
+    Fake().write(tmp_path)
+    Fake("other", changes={key: value}).write(tmp_path)
+    runs = load_runs([tmp_path])
+    assert [run.state for run in runs] == ["finished", "broken"]
+    assert f"its {key} should be a number above 0" in runs[1].notes[-1]
+    for name in TABLES:
+        assert name in "89" or any(key in note for note in table(name, runs).notes)
+
+
+def test_a_collection_is_json_whatever_runs_hold(tmp_path):
+    folder = Fake().write(tmp_path)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 21, "train_loss": NaN, "lr": Infinity}\n')
+    text = dumps(collect(load_runs([tmp_path]), "attncond lab collect runs"))
+    assert "NaN" not in text
+    assert "Infinity" not in text
 
 
 def test_a_test_set_that_was_not_read(tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attncond.errors import ConditioningError
+from attncond.files import dumps as as_json
 from attncond.lab.curves import Curves
 from attncond.lab.folder import taken
 from attncond.lab.runs import ResultsError, Run, State, number
@@ -97,8 +98,8 @@ def collect(runs: Sequence[Run], command: str) -> dict[str, Any]:
 
 def dumps(record: Mapping[str, Any]) -> str:
     """A collection as JSON with a line for each run, so that a diff shows what changed."""
-    head = json.dumps({k: v for k, v in record.items() if k != "runs"}, ensure_ascii=False)
-    lines = [json.dumps(run, ensure_ascii=False, allow_nan=False) for run in record["runs"]]
+    head = as_json({k: v for k, v in record.items() if k != "runs"})
+    lines = [as_json(run) for run in record["runs"]]
     return head[:-1] + ', "runs": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -194,13 +195,17 @@ def _folder(folder: Path) -> Run:
 
 
 def _known(run: Run) -> Run:
-    """A run of a method that this version does not have cannot be compared: it is broken."""
+    """A run that says of itself what this version does not understand is broken: uncompared."""
+    note = ""
     try:
         _ = run.methods
     except (ConditioningError, TypeError) as error:
         note = f"its methods cannot be read: {error}"
-        return replace(run, state="broken", notes=(*run.notes, note))
-    return run
+    for key, default in (("schedule.epochs", None), ("optim.qkv_lr", 1.0)):
+        value = run.get(key, default)
+        if not number(value):
+            note = f"its {key} should be a number above 0, and is {json.dumps(value)}"
+    return replace(run, state="broken", notes=(*run.notes, note)) if note else run
 
 
 def _state(
