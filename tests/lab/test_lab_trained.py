@@ -126,6 +126,14 @@ def test_a_teacher_has_to_know_the_images_and_the_classes(tmp_path):
         load_teacher(tmp_path, torch.zeros(1, 1, 16, 16), 10)
 
 
+def test_a_run_that_diverged_teaches_nothing(tmp_path):
+    written(tmp_path)
+    values = json.loads((tmp_path / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps({**values, "status": "diverged"}))
+    with pytest.raises(RunError, match=r"the run in .* diverged"):
+        load_teacher(tmp_path, torch.zeros(2, 1, 8, 8), 10)
+
+
 def test_weights_of_another_run_are_refused(tmp_path):
     written(tmp_path / "deep", model__kwargs__depth=3)
     written(tmp_path / "run")

@@ -81,7 +81,7 @@ def load_trained(folder: Path) -> nn.Module:
     """The model of a finished run, for a teacher, ``attncond.diagnose`` or use; in eval mode.
 
     Raises:
-        RunError: There is no finished run, or its files are not of one run.
+        RunError: There is no finished run, it diverged, or its files are not of one run.
     """
     try:
         values = json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -98,6 +98,8 @@ def load_trained(folder: Path) -> nn.Module:
         raise RunError(
             f"{folder / 'result.json'} is not that of a run of this version ({error})"
         ) from error
+    if values.get("status") == "diverged":
+        raise RunError(f"the run in {folder} diverged: what it ended with is no model")
     model, _ = make(config, classes, channels)
     try:
         model.load_state_dict(weights)
