@@ -204,6 +204,24 @@ def test_a_value_with_commas_is_asked_for_as_the_grid_takes_it(tmp_path, monkeyp
     assert f"""--grid 'model.init="{init}"'""" in asked[0]
 
 
+def test_what_was_set_beside_a_grid_is_asked_for_as_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = {"optim.lr": 0.002, "model.kwargs": {"depth": 4}}
+    folder = Fake("gap", methods=("gap",), epochs=40, changes=changes).write(Path("runs"))
+    folder.parent.rename(folder.parents[1] / "gap@lr=2e-3,kwargs=depth:4")
+    (asked,) = [how for what, how in table(1, load_runs(["runs"])).missing if "gap" in what]
+    for option in ("--grid optim.lr=0.002", "--grid model.kwargs.depth=4"):
+        assert option in asked
+    assert "--set schedule.epochs=40" in asked
+
+
+def test_what_validation_images_lack_leaves_the_test_set_unread(tmp_path):
+    Fake().write(tmp_path)
+    found = table(1, load_runs([tmp_path]), on="validation")
+    assert len(found.missing) > 1
+    assert all(how.endswith(" --validation-only") for _, how in found.missing)
+
+
 def test_broken_runs_are_told(tmp_path):
     Fake().write(tmp_path)
     (Fake("gap", methods=("gap",)).write(tmp_path) / "config.json").write_text("{")

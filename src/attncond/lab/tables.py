@@ -43,7 +43,11 @@ def table(number: str | int, runs: Sequence[Run] = (), on: str = "test") -> Tabl
     name = str(number)
     if name not in TABLES:
         raise ResultsError(f"there is no table {name} here; there are {', '.join(TABLES)}")
-    return TABLES[name](group(runs, on), runs)
+    made = TABLES[name](group(runs, on), runs)
+    if on == "test":
+        return made
+    unread = ((what, f"{how} --validation-only") for what, how in made.missing)
+    return replace(made, missing=tuple(unread))
 
 
 def _accuracy(study: Study, runs: Sequence[Run]) -> Table:
@@ -270,8 +274,10 @@ def _as_it_was(run: Run) -> tuple[str, str]:
     except ConditioningError:  # a file of one's own, or a variant that there was once
         name += "" if name in _recipes() else ".yaml"
     else:
-        option = "--grid" if "@" in place.parent.name else "--set"
+        point = f",{place.parent.name.partition('@')[2]}"
         for key, value in flat(run.config).items():
+            of_point = any(f",{part}=" in point for part in key.split("."))
+            option = "--grid" if of_point else "--set"
             known = key in own or key.startswith("model.kwargs.")
             if known and value != own.get(key):
                 plain = isinstance(value, str) and (option == "--set" or "," not in value)
