@@ -84,6 +84,12 @@ def test_mistakes_in_a_grid_are_told_as_the_grids(grid, said, tmp_path, capsys):
     assert "--set" not in told
 
 
+def test_a_point_of_a_grid_that_cannot_name_a_folder_is_told(tmp_path, capsys):
+    grid = f"optim.lr=0.{'0' * 250}1"
+    assert main(["digits", "--form", "smoke", "--grid", grid, "--out", str(tmp_path)]) == 2
+    assert "is too long for the name of a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [("1", [0]), ("3", [0, 1, 2]), ("2-4", [2, 3, 4]), ("0,7-8", [0, 7, 8]), ("5,", [5])],

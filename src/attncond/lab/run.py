@@ -46,6 +46,7 @@ __all__ = [
 
 MARGIN = SECONDS_TO_SAVE + 5
 """Seconds before the time limit in which runs under way are saved, and processes end."""
+LONGEST = 255  # bytes of a file's name, on nearly every drive
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def plan(
     Raises:
         RecipeError: No such recipe, form or variant, or settings that cannot be run.
     """
-    from attncond.lab.recipe import load
+    from attncond.lab.recipe import RecipeError, load
 
     grid = grid or {}
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -114,6 +115,11 @@ def plan(
             if point:
                 label = ",".join(f"{k.rpartition('.')[2]}={_named(v)}" for k, v in point.items())
                 folder = folder.parents[1] / f"{variant}@{label}" / folder.name
+                if len(os.fsencode(folder.parent.name)) > LONGEST:
+                    raise RecipeError(
+                        f"--grid: '{folder.parent.name}' is too long for the name of a folder; "
+                        "give this point by --set, with an --out of its own"
+                    )
             planned.append(Planned(config, folder))
     return planned
 
