@@ -36,7 +36,8 @@ def _median_and_worst(row: dict[str, Any], when: str) -> str:
 def table(demo: Demo) -> Table:
     """Accuracy, κ and time of each variant, over the seeds that are done."""
     done = f"{len(demo.runs)} of {demo.seeds * len(VARIANTS)} runs"
-    title = f"ViT on digits, {demo.epochs} epochs, {demo.seeds} seeds, {done}"
+    seeds = "1 seed" if demo.seeds == 1 else f"{demo.seeds} seeds"
+    title = f"ViT on digits, {demo.epochs} epochs, {seeds}, {done}"
     # Narrow enough for 80 columns, where rich would cut the names of the variants.
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     shown.add_column("variant", no_wrap=True)
