@@ -168,7 +168,7 @@ def test_a_view_as_another_type_is_no_reshape():
 
 # The axis of the channels ------------------------------------------------------------------------
 
-P, V = torch.rand(2, 4, 5, 5), torch.rand(2, 4, 5, 3)
+P, V, HEADS = torch.rand(2, 4, 5, 5), torch.rand(2, 4, 5, 3), torch.rand(4, 4)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,60 @@ P, V = torch.rand(2, 4, 5, 5), torch.rand(2, 4, 5, 3)
 )
 def test_channel_axis(call, axis):
     assert call.channel_axis(P) == axis
+
+
+@pytest.mark.parametrize(
+    ("call", "axes"),
+    [
+        (TorchCall.of(torch.matmul, (P, V), {}), [-1]),
+        (TorchCall.of(torch.matmul, (P, V), {"out": torch.empty(2, 4, 5, 3)}), [-1]),
+        (TorchCall.of(torch.matmul, (V.mT, P), {}), [-2]),
+        (TorchCall.of(torch.einsum, ("bhqk,bhkd->bhqd", P, V), {}), [-1]),
+        (TorchCall.of(torch.einsum, ("bhqk,bkhd->bqd", P, V), {}), [-3, -1]),
+        (TorchCall.of(torch.einsum, ("...hqk, hg -> ...gqk", P, V), {}), [-3]),
+        (TorchCall.of(torch.einsum, ("bhqk,hg", P, V), {}), [-3]),
+    ],
+)
+def test_axes_that_a_product_sums_over(call, axes):
+    assert call.summed(P) == axes
+
+
+@pytest.mark.parametrize(
+    ("follow", "axis"),
+    [
+        (lambda t: t.mT, -2),
+        (lambda t: t.permute(0, 2, 3, 1), -2),
+        (lambda t: torch.movedim(t, -1, 0), -4),
+        (lambda t: t.flatten(2), -1),
+        (lambda t: t.reshape(8, 5, 5), -1),
+        (lambda t: t.unflatten(-1, (1, 5)), -1),
+        (lambda t: t.view(2, 4, 5, 5, 1), None),
+        (lambda t: t.unsqueeze(-1), None),
+        (lambda t: t[:, 1], -1),
+        (lambda t: t[..., 0].sum(), None),
+        (lambda t: t[..., 1:], None),
+        (lambda t: t * 2, -1),
+        (lambda t: torch.cat([t, t]), -1),
+        (lambda t: torch.stack([t] * 5, -1), None),
+        (lambda t: torch.einsum("bhqk,hg->bkgq", t, HEADS), -3),
+        (lambda t: torch.einsum("bhqk,hg", t, HEADS), -2),
+        (lambda t: torch.einsum("...q,qr->...r", t.mT, P[0, 0]), None),
+        (lambda t: P[0, 0] @ t, -1),
+    ],
+)
+def test_where_an_axis_goes(follow, axis):
+    with Recorder() as recorder:
+        follow(P)
+    followed, old = -1, P
+    for call in recorder.calls:
+        result = call.run()
+        followed, old = call.followed(followed, old, result), result
+    assert followed == axis
+
+
+def test_an_axis_of_nothing_is_lost():
+    call = TorchCall.of(torch.transpose, (P[:0], 0, 1), {})
+    assert call.followed(-1, call.args[0], call.run()) is None
 
 
 def test_axes_of_an_einsum():

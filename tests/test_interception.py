@@ -381,6 +381,39 @@ def test_an_einsum_that_does_not_name_its_channels_is_refused():
     close(conditioned(summed, GAP)(q, k, v), attention(q, k, v, (GAP,)).sum(-1))
 
 
+@pytest.mark.parametrize(
+    ("equation", "message"),
+    [
+        ("bhij,bhjd,hde->bie", "sums over heads"),
+        ("bhij,bhjd->bid", "sums over heads"),
+        ("bhij,bhjd,hde->bhie", "no single axis"),
+    ],
+)
+def test_an_einsum_that_goes_on_from_the_heads_is_refused(equation, message):
+    """Where heads or their channels are summed over, what could be equilibrated is gone."""
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64)
+    others = [v, torch.randn(2, 3, 5, dtype=torch.float64)][: equation.count(",")]
+
+    def form(q, k, v):
+        return torch.einsum(equation, logits_of(q, k, None).softmax(-1), *others)
+
+    with pytest.raises(ac.UnsupportedAttentionError, match=message):
+        conditioned(form, PRE)(q, k, v)
+    weights = logits_of(q, k, None).softmax(-1) - 1 / 4
+    close(conditioned(form, GAP)(q, k, v), torch.einsum(equation, weights, *others))
+
+
+@methods
+def test_outputs_that_are_written_where_the_module_says(on):
+    def form(q, k, v):
+        output = torch.empty_like(v)
+        torch.matmul(logits_of(q, k, None).softmax(-1), v, out=output)
+        return output
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64)
+    close(conditioned(form, *on)(q, k, v), attention(q, k, v, on))
+
+
 def test_an_error_inside_leaves_no_mode_behind():
     def fails(q, k, v):
         sdpa(q, k, v)

@@ -189,6 +189,64 @@ def test_matrices_that_are_mixed_lose_their_gaps_first(mix):
         close(conditioned(form, GAP)(q, k, v), by_hand(q, k, v))
 
 
+MIX = torch.tensor([[0.5, -1.0], [2.0, 0.25]], dtype=torch.float64)
+
+
+def mixed_by_einsum(weights):
+    return torch.einsum("b h i j, h g -> b g i j", weights, MIX)
+
+
+def mixed_from_the_left(weights):
+    return (MIX.mT @ weights.flatten(2)).view_as(weights)
+
+
+def mixed_last(weights):
+    return torch.matmul(weights.permute(0, 2, 3, 1), MIX).permute(0, 3, 1, 2)
+
+
+def mixed_as_one(weights):
+    turned = weights.transpose(0, 1)
+    return torch.mm(MIX.t(), turned.reshape(2, -1)).view(turned.shape).movedim(0, 1)
+
+
+def mixed_after_dropout(weights):
+    weights = F.dropout(weights, 0.0, True).contiguous().swapaxes(1, -1)
+    return torch.einsum("...h,hg->...g", weights, MIX).swapaxes(1, -1)
+
+
+def pooled_queries(weights):
+    return torch.ones(weights.shape[-2], weights.shape[-2]).double().tril() @ weights
+
+
+@methods
+@pytest.mark.parametrize("keys", [1, 2, 5])  # as many as heads, too
+@pytest.mark.parametrize(
+    "mix",
+    [
+        *(mixed_by_einsum, mixed_from_the_left, mixed_last, mixed_as_one, mixed_after_dropout),
+        pooled_queries,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_product_that_leaves_the_keys_is_none_with_values(mix, keys, on):
+    """Heads that talk after the softmax: what is equilibrated is the output that comes of it."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (normal(generator, 2, 2, n, 3) for n in (4, keys, keys))
+    visible = with_open_rows(boolean((2, 1, 4, keys), generator))
+
+    def form(q, k, v):
+        return mix(logits_of(q, k, visible).softmax(-1)) @ v
+
+    weights = logits_of(q, k, visible).softmax(-1)
+    if GAP in on:
+        weights = weights - visible / visible.sum(-1, keepdim=True).double()
+    wanted = mix(weights) @ v
+    if PRE in on:
+        wanted = PRE.equilibrate(wanted)
+    close(conditioned(form, *on)(q, k, v), wanted)
+    close(compiled(conditioned(form, *on))(q, k, v), wanted)
+
+
 def test_what_is_written_into_a_matrix_stays_there():
     def form(q, k, v):
         weights = logits_of(q, k, None).softmax(-1)

@@ -39,6 +39,13 @@ RESHAPES = TURNS.union(
         *("expand", "expand_as", "narrow", "select", "chunk", "split", "unbind"),
     )
 )
+# What gives axes another order and changes nothing else.
+TRANSPOSES = TURNS.union(
+    (
+        *("transpose", "t", "adjoint", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),
+        "__get__",  # one of the turns, while it is compiled
+    )
+)
 # What looks at an attention matrix without leading on to the values.
 OBSERVERS = frozenset(
     (
@@ -136,24 +143,62 @@ class TorchCall(NamedTuple):
             return new.reshape(result.shape)
         return self.exchanged(old, new).run()
 
+    def followed(self, axis: int | None, old: Tensor, result: Tensor) -> int | None:
+        """Where an axis of ``old`` lies in the result, both from the end; None if that is open."""
+        if axis is None or 0 in old.shape:
+            return None
+        if self.name in TRANSPOSES:
+            marked: Tensor = self.exchanged(old, old.detach().narrow(axis, 0, 0)).run()
+            return list(marked.shape).index(0) - marked.ndim
+        if self.name == "einsum":
+            own, letters = self._letters(old)
+            inside = -axis > len(own) or "." in own[axis:]
+            return None if inside else letters.index(own[axis]) - len(letters)
+        if self.name in PRODUCTS:
+            return axis if result.ndim >= old.ndim else None
+        if result.shape == old.shape:
+            return axis
+        if axis != -1 or result.ndim == 0:
+            return None
+        before, after = old.shape[-1], result.shape[-1]
+        if self.name in ("view", "view_as", "reshape", "flatten"):
+            return -1 if after % before == 0 else None  # the last axis, or what it became a part of
+        same = before == after != 1  # others may be of length one
+        return -1 if same and (self.name in RESHAPES or self.name in JOINS) else None
+
+    def summed(self, matrix: Tensor) -> list[int]:
+        """The axes of one operand that a product sums over, from the end."""
+        if self.name != "einsum":
+            read = [o for o in self.operands() if o is not self.kwargs.get("out")]
+            return [-1 if read[-2] is matrix else -2]  # baddbmm has one before
+        own, letters = self._letters(matrix)
+        return [i - len(own) for i, c in enumerate(own) if c not in letters]
+
+    def _letters(self, matrix: Tensor) -> tuple[str, str]:
+        """The letters of one operand of an einsum, and those of its result; a dot for any axes."""
+        terms, arrow, letters = self.args[0].replace(" ", "").replace("...", ".").partition("->")
+        if not arrow:
+            once = (c for c in set(terms) - {","} if c == "." or terms.count(c) == 1)
+            letters = "".join(sorted(once))
+        return terms.split(",")[[a is matrix for a in self.operands()].index(True)], letters
+
     def einsum_axes(self, matrix: Tensor) -> tuple[str, str]:
         """The letters of one operand of an einsum, and those of its result."""
-        terms, arrow, result = self.args[0].replace(" ", "").partition("->")
-        if not arrow:
+        if "->" not in self.args[0]:
             raise UnsupportedAttentionError(
                 f"the einsum '{self.args[0]}' does not say where its axes go; "
                 "write them after an arrow"
             )
-        return terms.split(",")[[a is matrix for a in self.operands()].index(True)], result
+        return self._letters(matrix)
 
     def channel_axis(self, matrix: Tensor) -> int:
         """The axis of ``matrix @ value`` (or its transpose) that only the values have."""
         if self.name != "einsum":
-            return -1 if self.operands()[-2] is matrix else -2  # baddbmm has one before
-        own, result = self.einsum_axes(matrix)
-        letters = result.replace("...", ".")
+            return self.summed(matrix)[0]
+        own, letters = self.einsum_axes(matrix)
         only = [i - len(letters) for i, c in enumerate(letters) if c not in own]
-        if len(only) != 1:
+        lost = [c for c in self.args[0] if c.isalpha() and c not in own + letters]
+        if len(only) != 1 or lost:  # where channels are summed over, those left are not the head's
             raise UnsupportedAttentionError(
                 f"the einsum '{self.args[0]}' has no single axis of channels to equilibrate along"
             )

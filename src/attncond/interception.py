@@ -141,7 +141,7 @@ class Interception(Recognition):
         if minus is not None and logits.sinks:
             # What the sink leaves to the keys, as if it were a gate on the head's output.
             minus = minus * (matrix * visible).sum(dim, keepdim=True)
-        self.matrices.append(Matrix(matrix, minus, self.softmaxes))
+        self._made_matrix(matrix, minus, call)
         return matrix
 
     def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
@@ -156,7 +156,14 @@ class Interception(Recognition):
         output: Tensor = call.exchanged(matrix.tensor, matrix.value()).run()
         if self.precondition is None:
             return output
-        return self._equilibrated(output, call.channel_axis(matrix.tensor))
+        if matrix.keys is not None and len(call.summed(matrix.tensor)) > 1:
+            raise UnsupportedAttentionError(
+                f"the einsum '{call.args[0]}' of {self.path or 'the model'} sums over heads and "
+                "keys at once, so that no head's output can be preconditioned"
+            )
+        output = self._equilibrated(output, call.channel_axis(matrix.tensor))
+        out = call.kwargs.get("out")
+        return output if out is None else out.copy_(output)
 
     def _equilibrated(self, output: Tensor, dim: int) -> Tensor:
         if self.precondition is None:

@@ -73,11 +73,15 @@ class Logits(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """An attention matrix, or what became of it, that stands for ``tensor − minus``."""
+    """An attention matrix, or what became of it, that stands for ``tensor − minus``.
+
+    ``keys``: the axis that its softmax was taken over, from the end; None if that is not known.
+    """
 
     tensor: Tensor
     minus: Tensor | None
     root: int  # which softmax it came from
+    keys: int | None
 
     def value(self) -> Tensor:
         """The difference itself, in the tensor's dtype."""
@@ -115,8 +119,13 @@ class Recognition(TorchFunctionMode):
     def _softmax(self, logits: Logits, call: TorchCall) -> Any:
         """The attention matrix, to be followed; ``softmaxes`` is its number."""
         matrix = call.run()
-        self.matrices.append(Matrix(matrix, None, self.softmaxes))
+        self._made_matrix(matrix, None, call)
         return matrix
+
+    def _made_matrix(self, matrix: Tensor, minus: Tensor | None, softmax: TorchCall) -> None:
+        """Follow what a softmax gave."""
+        keys = softmax.dim - matrix.ndim if softmax.dim >= 0 else softmax.dim
+        self.matrices.append(Matrix(matrix, minus, self.softmaxes, keys))
 
     def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
         """The attention matrix times the values."""
@@ -231,7 +240,7 @@ class Recognition(TorchFunctionMode):
             self.logits.append(Logits(part, shown, sinks))
 
     def _use_matrix(self, matrix: Matrix, call: TorchCall) -> Any:
-        if call.name in PRODUCTS:
+        if call.name in PRODUCTS and matrix.keys in (None, *call.summed(matrix.tensor)):
             return self._product(matrix, call)
         if matrix.minus is not None and call.name in OBSERVERS:
             return call.run()
@@ -250,7 +259,8 @@ class Recognition(TorchFunctionMode):
             result, minus = self._formed_call(call), None
         for i, part in enumerate(self._made(call, result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
-            self.matrices.append(Matrix(part, less, matrix.root))
+            keys = call.followed(matrix.keys, matrix.tensor, part)
+            self.matrices.append(Matrix(part, less, matrix.root, keys))
         return result
 
     @staticmethod
@@ -270,7 +280,7 @@ class Recognition(TorchFunctionMode):
             if in_place and operand is call.args[0]:
                 # Whoever holds this tensor expects it to be changed, not a copy.
                 operand.copy_(value)
-                self.matrices.append(Matrix(operand, None, found.root))
+                self.matrices.append(found._replace(minus=None))
             else:
                 call = call.exchanged(operand, value)
         return call.run()
