@@ -95,6 +95,23 @@ def test_operands_come_in_order_also_out_of_lists_and_by_name():
     assert TorchCall.of(torch.ones, (2, 3), {}).operands() == []
 
 
+@pytest.mark.parametrize(
+    ("function", "written"),
+    [
+        (lambda a: a.masked_fill_(a > 1, 0.0), True),
+        (lambda a: a.__iadd__(1), True),
+        (lambda a: a.__setitem__(0, 1.0), True),
+        (lambda a: a + 1, False),
+        (lambda a: a.add(1), False),
+    ],
+)
+def test_the_tensor_that_is_written_into(function, written):
+    mine = A.clone()
+    with Recorder() as recorder:
+        function(mine)
+    assert (recorder.calls[-1].target is mine) == written
+
+
 def test_tensors_of_a_result():
     assert same(tensors(A), [A])
     assert same(tensors((A, None, B)), [A, B])

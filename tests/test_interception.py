@@ -442,6 +442,34 @@ def test_attention_that_its_own_module_checkpoints_is_refused(reentrant, form):
         close(module(q, k, v), conditioned(form, GAP)(q, k, v, None))
 
 
+class LeanAttention(torch.autograd.Function):
+    """Attention with a backward pass written by hand."""
+
+    @staticmethod
+    def forward(ctx, form, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return form(q, k, v, None)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, _ = ctx.saved_tensors
+        return None, grad, grad, logits_of(q, k, None).softmax(-1).mT @ grad
+
+
+@methods
+@pytest.mark.parametrize("form", [fused, matmul], ids=lambda f: f.__name__)
+def test_attention_with_a_backward_pass_of_its_own_is_refused(form, on):
+    def function(q, k, v):
+        return LeanAttention.apply(form, q, k, v)
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, requires_grad=True)
+    module = conditioned(function, *on)
+    with pytest.raises(ac.ConditioningError, match=r"in a torch\.autograd\.Function"):
+        module(q, k, v)
+    with torch.no_grad():
+        close(module(q, k, v), conditioned(form, *on)(q, k, v, None))
+
+
 # Compiled ----------------------------------------------------------------------------------------
 
 

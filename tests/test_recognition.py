@@ -6,6 +6,7 @@ from attention_forms import (
     ASSIGNED,
     FORMS,
     GAP,
+    LEAST,
     MASKS,
     METHODS,
     PRE,
@@ -311,7 +312,9 @@ GATE = torch.tensor([1.0, 0.5])[:, None, None]
         (lambda p: p / p.sum(-1, keepdim=True), 1.0),
         (lambda p: (p + 1e-3) - 1e-3, 1.0),
         (lambda p: p * GATE, GATE),
+        (lambda p: p.mul_(GATE), GATE),
         (lambda p: p.masked_fill(CLOSED, 0.0), ~CLOSED),
+        (lambda p: p.masked_fill_(CLOSED, 0.0), ~CLOSED),
         (lambda p: torch.where(CLOSED, torch.zeros_like(p), p), ~CLOSED),
         (lambda p: torch.where(p > 0.2, p, 0.0), lambda p: p > 0.2),
     ],
@@ -340,6 +343,48 @@ def test_weights_that_are_touched_up_stay_probabilities(touch, kept, on):
     close(output, expected)
     for got, stock in zip(returned, wanted, strict=True):
         close(got, stock)
+
+
+def test_matrices_that_are_added_to_another_tensor():
+    def form(q, k, v):
+        first, second = several(q, k, v)
+        total = torch.zeros_like(first).add_(first)
+        total += second
+        total.sub_(first * 0.5)
+        return total @ v
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64)
+    total = gaps(q, k, v)[0] * 0.5 + gaps(k, q, v)[0]
+    close(conditioned(form, GAP)(q, k, v), total @ v)
+
+
+class LeanSoftmax(torch.autograd.Function):
+    """A masked softmax that keeps its result for its own backward pass, as SEW-D's does."""
+
+    @staticmethod
+    def forward(ctx, logits, mask):
+        weights = logits.masked_fill(~mask, LEAST).softmax(-1)
+        weights.masked_fill_(~mask, 0)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weights,) = ctx.saved_tensors
+        return weights * (grad - (weights * grad).sum(-1, keepdim=True)), None
+
+
+@methods
+def test_a_softmax_with_a_backward_pass_of_its_own(on):
+    """It may keep its result for that, which has to stay one of a softmax."""
+
+    def form(q, k, v, mask):
+        return LeanSoftmax.apply(q @ k.mT / q.shape[-1] ** 0.5, mask) @ v
+
+    generator = torch.Generator().manual_seed(5)
+    tensors = [normal(generator, 2, 2, 4, 3) for _ in range(3)]
+    mask = with_open_rows(boolean((2, 1, 4, 4), generator))
+    compare(conditioned(form, *on), tensors, mask, on, mask, None)
 
 
 # Masks that are only told where they are added: windows' -100 -------------------------------------

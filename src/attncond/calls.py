@@ -62,7 +62,8 @@ ARITHMETIC = frozenset(
     (
         *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide"),
         *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"),
-        *("masked_fill", "where"),
+        *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
+        *("masked_fill", "masked_fill_", "where"),
     )
 )
 
@@ -115,6 +116,20 @@ class TorchCall(NamedTuple):
         for a in (*self.args, *self.kwargs.values()):
             found += tensors(a)
         return found
+
+    @property
+    def target(self) -> Tensor | None:
+        """The tensor that it writes into, if it does."""
+        in_place = self.name.endswith("_") and not self.name.startswith("__")
+        if in_place or self.name in (
+            "__setitem__",
+            "__iadd__",
+            "__isub__",
+            "__imul__",
+            "__itruediv__",
+        ):
+            return self.operands()[0]
+        return None
 
     @property
     def dim(self) -> int:

@@ -64,12 +64,10 @@ class Interception(Recognition):
     def _act(self) -> None:
         """Count a head's output, and refuse one that the backward pass would compute otherwise."""
         self.acted += 1
-        if self.differentiated and not torch.compiler.is_compiling() and _inside_checkpoint():
-            raise ConditioningError(
-                f"the forward of {self.path or 'the model'} checkpoints its attention itself, "
-                "which is then computed again in the backward pass, out of sight and without any "
-                "conditioning. Turn that off, and checkpoint the module as a whole instead."
-            )
+        if not self.differentiated or torch.compiler.is_compiling():
+            return
+        if (reason := _backward_apart()) is not None:
+            raise ConditioningError(f"the forward of {self.path or 'the model'} {reason}")
 
     def _fused(self, attention: FusedAttention) -> Tensor:
         if attention.query.is_nested or attention.value.is_nested:
@@ -174,14 +172,26 @@ class Interception(Recognition):
         return self.precondition.equilibrate(output, dim)
 
 
-def _inside_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint runs a part of the forward that is under way."""
+def _backward_apart() -> str | None:
+    """Why autograd does not see what the forward that is under way computes now, if so."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") != "attncond.effective":
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
+            return (
+                "checkpoints its attention itself, which is then computed again in the backward "
+                "pass, out of sight and without any conditioning. Turn that off, and checkpoint "
+                "the module as a whole instead."
+            )
+        code = frame.f_code
+        if not torch.is_grad_enabled() and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.FunctionCtx):
+                return (
+                    "computes its attention in a torch.autograd.Function, whose own backward pass "
+                    "knows of no conditioning. Write it with differentiable functions instead."
+                )
         frame = frame.f_back
-    return False
+    return None
 
 
 def nested(path: str) -> ConditioningError:

@@ -252,9 +252,14 @@ class Recognition(TorchFunctionMode):
             if minus is not None:
                 whole = minus.expand_as(matrix.tensor)
                 minus = call.reshaped(matrix.tensor, whole, result)
-        elif minus is not None and call.name in ARITHMETIC:
-            result = call.run()
-            minus = result - self._formed_call(call)
+        elif (
+            minus is not None
+            and call.name in ARITHMETIC
+            and (call.target is None or call.target is matrix.tensor)
+        ):
+            formed = self._formed(call).run()
+            result = call.run()  # afterwards, for it may write into the matrix
+            minus = result - formed
         else:
             result, minus = self._formed_call(call), None
         for i, part in enumerate(self._made(call, result)):
@@ -268,22 +273,23 @@ class Recognition(TorchFunctionMode):
         """The tensors that a call made: what it returned, or what it wrote into."""
         return [call.args[0]] if call.name == "__setitem__" else tensors(result)
 
-    def _formed_call(self, call: TorchCall) -> Any:
-        """Call with all differences among the operands formed: there may be several."""
-        name = call.name
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+    def _formed(self, call: TorchCall) -> TorchCall:
+        """The call with all differences among the operands formed: there may be several."""
         for operand in call.operands():
             found = find(self.matrices, [operand])
-            if found is None or found.minus is None:
-                continue
-            value = found.value()
-            if in_place and operand is call.args[0]:
+            if found is not None and found.minus is not None:
+                call = call.exchanged(operand, found.value())
+        return call
+
+    def _formed_call(self, call: TorchCall) -> Any:
+        """What comes of differences. One that is written into is formed where it lies."""
+        if call.target is not None:
+            found = find(self.matrices, [call.target])
+            if found is not None and found.minus is not None:
                 # Whoever holds this tensor expects it to be changed, not a copy.
-                operand.copy_(value)
+                found.tensor.copy_(found.value())
                 self.matrices.append(found._replace(minus=None))
-            else:
-                call = call.exchanged(operand, value)
-        return call.run()
+        return self._formed(call).run()
 
 
 def _above(logits: Tensor, hidden: float) -> Tensor:
