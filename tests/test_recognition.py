@@ -6,6 +6,7 @@ from attention_forms import (
     ASSIGNED,
     FORMS,
     GAP,
+    INF,
     LEAST,
     MASKS,
     METHODS,
@@ -503,6 +504,43 @@ def test_a_sink_as_a_column_is_a_sink_as_a_gate(on):
     if PRE in on:
         wanted = wanted / torch.linalg.vector_norm(wanted, dim=-1, keepdim=True).clamp_min(1e-6)
     close(conditioned(column, *on)(q, k, v), wanted)
+
+
+def laid_out(logits):
+    return logits.contiguous().softmax(-1)
+
+
+def viewed_flat(logits):
+    return logits.flatten(0, 1).softmax(-1).view(logits.shape)
+
+
+def turned(logits):
+    return torch.moveaxis(logits, -1, 1).softmax(1).permute(0, 2, 3, 1)
+
+
+def one_by_one(logits):
+    return torch.stack([logits[:, h].softmax(-1) for h in range(logits.shape[1])], 1)
+
+
+@methods
+@pytest.mark.parametrize(
+    "softmax", [laid_out, viewed_flat, turned, one_by_one], ids=lambda f: f.__name__
+)
+def test_a_sink_stays_one_when_the_logits_are_reshaped(softmax, on):
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (normal(generator, 2, 2, 4, 3) for _ in range(3))
+    sink = normal(generator, 2)[:, None, None].expand(2, 2, 4, 1)
+    visible = with_open_rows(boolean((2, 1, 4, 4), generator))
+
+    def form(q, k, v):
+        logits = torch.cat([logits_of(q, k, None), sink], -1)
+        return softmax(logits + F.pad(additive(visible, -INF), (0, 1)))[..., :-1] @ v
+
+    gate = torch.sigmoid(logits_of(q, k, visible).logsumexp(-1, keepdim=True) - sink)
+    wanted = attention(q, k, v, (GAP,) if GAP in on else (), visible) * gate
+    if PRE in on:
+        wanted = PRE.equilibrate(wanted)
+    close(conditioned(form, *on)(q, k, v), wanted)
 
 
 def beside(logits):

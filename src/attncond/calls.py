@@ -32,18 +32,15 @@ CASTS = frozenset(
     )
 )
 TURNS = frozenset(("mT", "T", "mH", "H"))  # attributes, not methods
-RESHAPES = TURNS.union(
-    (
-        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "contiguous", "__getitem__"),
-        *("reshape", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
-        *("expand", "expand_as", "narrow", "select", "chunk", "split", "unbind"),
-    )
-)
 # What gives axes another order and changes nothing else.
 TRANSPOSES = TURNS.union(
+    (*("transpose", "t", "adjoint", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),)
+)
+RESHAPES = TRANSPOSES.union(
     (
-        *("transpose", "t", "adjoint", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),
-        "__get__",  # one of the turns, while it is compiled
+        *("contiguous", "__getitem__", "reshape", "view", "view_as", "flatten", "unflatten"),
+        *("squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select"),
+        *("chunk", "split", "unbind"),
     )
 )
 # What looks at an attention matrix without leading on to the values.
@@ -162,7 +159,7 @@ class TorchCall(NamedTuple):
         """Where an axis of ``old`` lies in the result, both from the end; None if that is open."""
         if axis is None or 0 in old.shape:
             return None
-        if self.name in TRANSPOSES:
+        if self.name in TRANSPOSES or self.name == "__get__":  # a turn that is compiled
             marked: Tensor = self.exchanged(old, old.detach().narrow(axis, 0, 0)).run()
             return list(marked.shape).index(0) - marked.ndim
         if self.name == "einsum":

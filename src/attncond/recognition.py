@@ -198,7 +198,7 @@ class Recognition(TorchFunctionMode):
             if visible is not None:  # logits in parts, each of which may hide a key
                 hidden = (~logits.remembered()).to(logits.tensor.dtype)
                 visible = call.exchanged(logits.tensor, hidden).run() == 0
-        sinks = logits.sinks and name not in RESHAPES
+        sinks = logits.sinks and (name not in RESHAPES or _keeps_columns(call, logits, result))
         if logits.sinks and not sinks:
             visible = None  # positions are shifted so too, with a column of zeros
         if name in JOINS:
@@ -234,7 +234,7 @@ class Recognition(TorchFunctionMode):
         elif visible is not None and name in SUBTRACTIONS:
             visible = visible.expand_as(result)
         elif visible is not None and name in RESHAPES:
-            visible = call.reshaped(logits.tensor, visible, result)
+            visible = call.reshaped(logits.tensor, visible.expand_as(logits.tensor), result)
         for i, part in enumerate(self._made(call, result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.logits.append(Logits(part, shown, sinks))
@@ -290,6 +290,13 @@ class Recognition(TorchFunctionMode):
                 found.tensor.copy_(found.value())
                 self.matrices.append(found._replace(minus=None))
         return self._formed(call).run()
+
+
+def _keeps_columns(call: TorchCall, logits: Logits, result: Any) -> bool:
+    """Whether a reshape leaves the last axis whole, wherever it puts it."""
+    columns = logits.tensor.shape[-1]
+    axes = [(part, call.followed(-1, logits.tensor, part)) for part in tensors(result)]
+    return all(axis is not None and part.shape[axis] == columns for part, axis in axes)
 
 
 def _above(logits: Tensor, hidden: float) -> Tensor:
