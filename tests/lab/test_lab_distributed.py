@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 
 import attncond as ac
 from attncond.lab.distributed import accelerated, blocks
+from attncond.lab.folder import RunFolder
 from attncond.lab.recipe import load
+from attncond.lab.run import plan
 from attncond.lab.train import train
 from attncond.lab.trained import make
 
@@ -118,9 +120,10 @@ def test_a_run_that_one_process_cannot_go_on_with_ends_them_all(tmp_path):
     call = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     call += ["--rdzv-endpoint", "localhost:0", "-m", "attncond.lab.run", "digits"]
     call += ["--form", "smoke", "--variants", "baseline,spectral", "--out", str(tmp_path)]
-    folder = tmp_path / "digits/smoke/baseline/seed0"
-    folder.mkdir(parents=True)
-    (folder / "checkpoints").touch()  # where the first process wants a folder
+    (run,) = plan(["digits"], tmp_path, form="smoke", variants=["baseline"], seeds=[0])
+    run.folder.mkdir(parents=True)
+    RunFolder(run.folder).claim(run.config, resume=True)
+    (run.folder / "checkpoints").touch()  # where the first process wants a folder
     done = launched(*call, code=1)
     assert "attncond: the checkpoint of step 4 could not be written" in done.stderr
     assert not (tmp_path / "digits/smoke/spectral").exists()
