@@ -1,5 +1,7 @@
 """Heads as they come out of a site's forward, against attention matrices formed in a loop."""
 
+import itertools
+
 import pytest
 import torch
 from attention_forms import (
@@ -50,6 +52,17 @@ def test_outputs_and_gradients_are_the_naive_ones(data):
     tensors = [normal(generator, b, h, n, c) for n, c in ((q, d), (k, d), (k, e))]
     mask, visible, bias = make_mask(kind, b, h, q, k, generator)
     compare(conditioned(form, *on), tensors, mask, on, visible, bias)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_single_key(form):
+    """Its maximum has the shape of the logits themselves."""
+    generator = torch.Generator().manual_seed(0)
+    names = ["gap"] if form is split_heads else list(METHODS)
+    for kind, queries, name in itertools.product(MASKS, (1, 2, 3), names):
+        tensors = [normal(generator, 1, 1, n, 1) for n in (queries, 1, 1)]
+        mask, visible, bias = make_mask(kind, 1, 1, queries, 1, generator)
+        compare(conditioned(form, *METHODS[name]), tensors, mask, METHODS[name], visible, bias)
 
 
 # Grouped heads, causal attention, other lengths --------------------------------------------------

@@ -14,6 +14,7 @@ PRODUCTS = frozenset(("matmul", "__matmul__", "linalg_matmul", "bmm", "einsum", 
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 SUBTRACTIONS = frozenset(("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"))
 SUMS = frozenset(("sum", "mean"))
+EXTREMES = frozenset(("amax", "max", "amin", "min"))
 SOFTMAXES = frozenset(("softmax", "special_softmax"))
 JOINS = frozenset(("cat", "concat", "concatenate"))
 # What takes of a tensor its shape or its kind, and none of its entries.
@@ -46,12 +47,12 @@ RESHAPES = TRANSPOSES.union(
 # What looks at an attention matrix without leading on to the values.
 OBSERVERS = frozenset(
     (
-        *("mean", "sum", "amax", "max", "argmax", "amin", "min", "any", "all", "detach", "numpy"),
+        *("argmax", "any", "all", "detach", "numpy"),
         *("isnan", "isinf", "isfinite", "gt", "ge", "lt", "le", "eq", "ne"),
         *("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
         *("log", "log2", "log10", "xlogy", "special_xlogy", "special_entr"),
     )
-)
+).union(SUMS, EXTREMES)
 # What is done to an attention matrix because its entries are probabilities.
 GUARDS = frozenset(("nan_to_num", "nan_to_num_", "clamp", "clamp_", "clamp_min", "clip"))
 # What changes its entries one by one, and is as likely to be returned as to lead on to the values.

@@ -33,6 +33,7 @@ from attncond.calls import (
     ARITHMETIC,
     CASTS,
     DROPOUTS,
+    EXTREMES,
     GUARDS,
     JOINS,
     MAKERS,
@@ -192,7 +193,9 @@ class Recognition(TorchFunctionMode):
         name, operands = call.name, call.operands()
         visible: Any = logits.visible
         shape: Any = getattr(result, "shape", None)
-        if name in OBSERVERS and shape != logits.tensor.shape:
+        # Of a single key, the maximum has the shape of the logits; that of two tensors always has.
+        single = name in EXTREMES and len(operands) == 1
+        if name in OBSERVERS and (single or shape != logits.tensor.shape):
             if name not in SUMS or shape[-2:] != logits.tensor.shape[-2:]:
                 return  # their maximum, which says nothing of keys
             if visible is not None:  # logits in parts, each of which may hide a key
