@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,3 +75,16 @@ def test_rows_of_one_report_only_are_named():
     assert "blocks.1.attn, run 0" in whole.compare(part).missing
     with pytest.raises(ac.DiagnosisError, match="in common"):
         part.compare(ac.diagnose(model, layers=[1]))
+
+
+def test_the_median_of_an_even_number_lies_between_the_middle_two():
+    row = ac.diagnose(torch.nn.TransformerEncoderLayer(16, 2)).rows[0]
+
+    def report(*kappas):
+        rows = (replace(row, path=f"{i}", values={"q_kappa": k}) for i, k in enumerate(kappas))
+        return ac.Report(tuple(rows), (), (), {})
+
+    found = report(100.0, 2.0, math.nan).compare(report(1.5, 2.5, 7.0))
+    assert found.summary().splitlines()[2].split() == ["q_kappa", "51", "2.5"]
+    found = report(100.0, 2.0).compare(report(1.5, math.inf))
+    assert found.summary().splitlines()[2].split() == ["q_kappa", "51", "inf"]

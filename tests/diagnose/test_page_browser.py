@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 import pytest
 from pages import heads, history, known, made_up, several_calls, weights_only, wholes
@@ -112,6 +113,11 @@ def test_changes_are_drawn_and_listed(browser, reports):
     )
     assert "κ(W_Q)" in listed
     assert len(listed) <= len(changed)
+    rows = browser.js("return [...document.querySelectorAll('#medians tr')].map(r => r.innerText)")
+    shown = next(row.split() for row in rows if row.startswith("κ(W_Q)"))
+    found = change.of("q_kappa")
+    assert float(shown[1]) == pytest.approx(median(c.before for c in found), rel=1e-3)
+    assert float(shown[2]) == pytest.approx(median(c.after for c in found), rel=1e-3)
     browser.open(report, report)
     assert "are equal" in browser.text("#change")
     browser.check()

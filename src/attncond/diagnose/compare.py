@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -140,5 +141,5 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def _median(values: list[float]) -> float:
-    ordered = sorted(v for v in values if not math.isnan(v))
-    return ordered[len(ordered) // 2] if ordered else math.nan
+    known = [v for v in values if not math.isnan(v)]
+    return statistics.median(known) if known else math.nan

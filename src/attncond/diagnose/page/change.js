@@ -28,7 +28,9 @@ function factor({ before, after }) {
 
 function median(values) {
   const known = values.filter((value) => !Number.isNaN(value)).sort((a, b) => a - b);
-  return known.length ? known[Math.floor(known.length / 2)] : NaN;
+  if (!known.length) return NaN;
+  const [low, high] = [known[(known.length - 1) >> 1], known[known.length >> 1]];
+  return low === high ? low : (low + high) / 2;
 }
 
 function changeSection() {
