@@ -11,7 +11,6 @@ from attncond.diagnose import command
 from attncond.diagnose.command import (
     Job,
     check_comparable,
-    check_heads,
     checked_output,
     read_earlier,
     write,
@@ -152,13 +151,6 @@ def test_an_earlier_report_that_is_none(tmp_path):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(DiagnosisError, match=said):
             read_earlier(tmp_path / "bad.json")
-
-
-def test_heads_that_no_attention_has():
-    check_heads(Stack("a"), [0, HEADS - 1])
-    with pytest.raises(DiagnosisError, match="--heads: there is no head 2, the last one is 1"):
-        check_heads(Stack("a"), [0, HEADS])
-    check_heads(nn.Linear(2, 2), [7])  # told elsewhere: there is no attention at all
 
 
 def test_reports_without_a_common_attention(tmp_path):

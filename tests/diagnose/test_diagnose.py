@@ -94,6 +94,14 @@ def test_layers_heads_and_samples():
     assert one["entropy"] != whole[0, "blocks.0.attn", 0, 0]["entropy"]
 
 
+@pytest.mark.parametrize("head", [3, -1, "1"])
+def test_heads_that_are_not_there(head):
+    model, run = vit()
+    with pytest.raises(ac.DiagnosisError, match=f"no head {head!r}, the last one is 2"):
+        ac.diagnose(model, run, heads=[0, head])
+    assert not ac.diagnose(model, run, layers=[], heads=None).rows
+
+
 @pytest.mark.parametrize("layers", [[7], ["nothing*"], [-3]])
 def test_layers_that_are_not_there(layers):
     model, run = vit()

@@ -19,7 +19,6 @@ from attncond.diagnose import Comparison, Finding, Report
 from attncond.diagnose.command import (
     Job,
     check_comparable,
-    check_heads,
     checked_output,
     read_earlier,
     write,
@@ -194,7 +193,6 @@ def diagnose_command(
             if random_weights and checkpoint is not None:
                 raise DiagnosisError("give --checkpoint or --random-weights, not both")
             loaded = load(source, checkpoint, seed=seed, random=random_weights)
-            check_heads(loaded.model, options["heads"] or ())
             if before is not None:
                 check_comparable(loaded.model, before, earlier)
             prefix, rest = split(source)

@@ -86,11 +86,14 @@ def diagnose(
     if any(p.is_meta for p in model.parameters()):
         raise DiagnosisError("the model is on the meta device and holds no numbers: load weights")
     _check_positive(samples=samples, tokens=tokens, time_budget=time_budget)
-    options = Options(
-        None if heads is None else frozenset(heads), samples, tokens, jacobian, loss is not None
-    )
-    clock = Clock(time_budget, progress)
-    diagnosis = Diagnosis(model, choose_sites(plan.sites, layers), options, clock)
+    sites = choose_sites(plan.sites, layers)
+    heads = None if heads is None else frozenset(heads)
+    most = max((site.heads for _, site in sites), default=0)
+    for head in heads or ():
+        if head not in range(most):
+            raise DiagnosisError(f"heads: there is no head {head!r}, the last one is {most - 1}")
+    options = Options(heads, samples, tokens, jacobian, loss is not None)
+    diagnosis = Diagnosis(model, sites, options, Clock(time_budget, progress))
     with _undisturbed(diagnosis):
         if weights:
             diagnosis.measure_weights()

@@ -18,7 +18,7 @@ from attncond.loading import Loaded, restore
 from attncond.methods import Method, Spectral
 from attncond.methods.parse import method_name
 
-__all__ = ["Job", "check_comparable", "check_heads", "checked_output", "read_earlier", "write"]
+__all__ = ["Job", "check_comparable", "checked_output", "read_earlier", "write"]
 
 
 class Job:
@@ -96,13 +96,6 @@ def read_earlier(path: Path) -> Report:
         return Report.from_json(path)
     except OSError as error:
         raise DiagnosisError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def check_heads(model: nn.Module, heads: Sequence[int]) -> None:
-    """A number that no attention has would give a report without heads."""
-    most = max((site.heads for site in inspect(model)), default=0)
-    if most and (beyond := [h for h in heads if h >= most]):
-        raise DiagnosisError(f"--heads: there is no head {beyond[0]}, the last one is {most - 1}")
 
 
 def check_comparable(model: nn.Module, before: Report, path: Path | None) -> None:
