@@ -211,11 +211,13 @@ class Report:
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Report:
         """Read what :meth:`to_json` wrote."""
+        name = os.fspath(path)
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DiagnosisError(f"{os.fspath(path)} is not JSON: {error}") from error
-        return cls.from_dict(data)
+            raise DiagnosisError(f"{name} is not JSON: {error}") from error
+        except DiagnosisError as error:
+            raise DiagnosisError(f"{name}: {error}") from error
 
 
 def _pandas() -> Any:
