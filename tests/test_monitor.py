@@ -285,7 +285,7 @@ def test_what_it_measures():
         (row,) = monitor.history[0].rows
     assert (row.layer, row.path, row.head) == (1, "layers.1.self_attn", None)
     assert {name.removeprefix("raw_")[0] for name in row.values} == {"q", "v"}
-    for wrong in ({"roles": "qx"}, {"roles": ""}, {"every": 0}, {"start": -1}):
+    for wrong in ({"roles": "qx"}, {"roles": ""}, {"every": 0}, {"start": -1}, {"tokens": 4}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ac.Monitor(model, **wrong)
     with pytest.raises(ac.DiagnosisError, match="none of the model's 2"):

@@ -109,6 +109,8 @@ class Monitor:
         self.roles, self.heads = "".join(roles), heads
         if not self.roles or set(self.roles) - set("qkv"):
             raise ValueError(f"roles must be some of 'qkv', not {roles!r}")
+        if tokens is not None and batch is None:
+            raise ValueError("tokens= asks for Jacobians, which need a probe: give batch= as well")
         self.batch, self.samples, self.tokens = batch, samples, tokens
         self.patience = patience
         self.layers = layers if layers is None or isinstance(layers, str | int) else [*layers]
