@@ -86,6 +86,7 @@ def figure(demo: Demo) -> bytes:
     curves.set(xlabel="epoch", ylabel="test accuracy (%)", title=f"Digits, small ViT ({band})")
     curves.set_ylim(0, 101)
     curves.set_xlim(1, max(demo.epochs, 2))
+    curves.xaxis.get_major_locator().set_params(integer=True)
     # Below the axes: a variant that fails may draw its curve anywhere.
     curves.legend(
         loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, columnspacing=1.2
