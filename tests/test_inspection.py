@@ -367,7 +367,9 @@ def test_an_adapter_may_say_that_there_is_no_attention() -> None:
 
 def test_an_adapter_may_say_nothing() -> None:
     ac.register(Own)(lambda m: None)
-    assert [u.path for u in ac.inspect(nn.ModuleList([Own()])).unsupported] == ["0"]
+    (row,) = ac.inspect(nn.ModuleList([Own()])).unsupported
+    assert row.path == "0"
+    assert row.reason.startswith("its adapter returned None; ")
 
 
 # The default device -------------------------------------------------------------------------------

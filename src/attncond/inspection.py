@@ -209,15 +209,17 @@ def _looks_like_attention(module: nn.Module, settled: set[str]) -> str | None:
     """What makes a module look like attention, apart from the children that are ``settled``."""
     names = [n for n in _names(module) if n not in settled]
     weights = [n for n in names if n not in module._modules or _has_parameters(module._modules[n])]
+    known = not isinstance(module, torch.jit.ScriptModule) and find_adapter(module)
+    adapter = "its adapter returned None" if known else "no adapter for this class"
     if fused := [n for n in weights if _FUSED.match(n)]:
-        return f"no adapter for this class; the order of rows in '{fused[0]}' cannot be guessed"
+        return f"{adapter}; the order of rows in '{fused[0]}' cannot be guessed"
     query, key, value = (any(map(p.match, weights)) for p in (_QUERY, _KEY, _VALUE))
     # One of the roles may be missing: learned queries, or keys and values of another layer. That
     # is told from a scoring head or a vector of queries by the class's name alone.
     half = query or (key and value and "receptance" not in weights)  # which is RWKV's
     named = not settled and "Attention" in class_name(module).rpartition(".")[2]  # of its own
     if (query and key) or (half and named):
-        return "no adapter for this class; its query, key and value were not recognised"
+        return f"{adapter}; its query, key and value were not recognised"
     return None
 
 
