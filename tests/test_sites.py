@@ -247,6 +247,7 @@ def scripted() -> nn.Module:
         (bare, "is not a plain Parameter"),
         (no_weight, "is not a plain Parameter"),
         (lambda: LoraLinear(bare()), "is not a plain Parameter"),
+        (lambda: nn.Linear(6, 24).weight, "the layer that holds the weight is wanted"),
     ],
 )
 def test_weights_that_cannot_be_read(make: Any, message: str) -> None:

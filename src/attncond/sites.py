@@ -138,6 +138,10 @@ def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
         owner = base
     if isinstance(owner, torch.jit.ScriptModule):
         raise UnsupportedAttentionError(SCRIPTED)
+    if not isinstance(owner, nn.Module):
+        raise UnsupportedAttentionError(
+            f"the layer that holds the weight is wanted, such as an nn.Linear, not {type(owner)}"
+        )
     weight = raw_parameter(owner, name)
     if any(size != 1 for size in weight.shape[2:]):
         raise UnsupportedAttentionError(f"kernel {tuple(weight.shape[2:])} is not 1x1")
