@@ -569,6 +569,44 @@ PAIRS = {
 }
 
 
+@pytest.mark.parametrize("on", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("place", ["logits", "softmax", "values", "sdpa"])
+def test_a_graph_that_breaks_inside_is_changed_once(place, on):
+    def attend(q, k, v, mask):
+        q = q * 1
+        if place == "sdpa":
+            torch._dynamo.graph_break()
+            return sdpa(q, k, v)
+        if place == "logits":
+            torch._dynamo.graph_break()
+        logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        if place == "softmax":
+            torch._dynamo.graph_break()
+        matrix = logits.softmax(-1)
+        if place == "values":
+            torch._dynamo.graph_break()
+        return matrix @ v
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    tensors = [normal(generator, 2, 2, n, 3) for n in (4, 5, 5)]
+    module = torch.compile(conditioned(attend, *on), backend="eager")
+    compare(module, tensors, None, on, None, None)
+
+
+@pytest.mark.parametrize("on", METHODS.values(), ids=METHODS)
+def test_a_part_that_is_compiled_by_itself_is_changed_once(on):
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    tensors = [normal(generator, 2, 2, n, 3) for n in (4, 5, 5)]
+    part = torch.compile(matmul, backend="eager")
+    compare(conditioned(lambda *args: part(*args), *on), tensors, None, on, None, None)
+    torch._dynamo.reset()
+    whole = torch.compile(matmul, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="is compiled by itself with fullgraph=True"):
+        conditioned(lambda *args: whole(*args), *on)(*tensors, None)
+
+
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("on", [METHODS["gap"], METHODS["both"]], ids=["gap", "both"])
 def test_whatever_follows_the_heads_gets_them_conditioned(on, mode):

@@ -148,9 +148,13 @@ class Conditioned(nn.Module):
         if heads is None:
             return super().forward(*args, **kwargs)
         heads.check(self, *args, *kwargs.values())
-        mode = heads.interception()
+        compiled = torch.compiler.is_compiling()  # asked here: elsewhere, Dynamo would answer
+        forward: Callable[..., Any] = super().forward
+        if not compiled and "torch._dynamo" in sys.modules:
+            forward = torch.compiler.disable(forward)  # or it would compile parts under the mode
+        mode = heads.interception(compiled)
         with mode:
-            output = super().forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         mode.check()
         return output
 

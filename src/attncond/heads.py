@@ -55,10 +55,11 @@ class Heads:
         if packed and isinstance(module, nn.MultiheadAttention):
             raise nested(self.path)
 
-    def interception(self) -> Interception:
+    def interception(self, compiled: bool) -> Interception:
         """The mode that does it, for one forward pass."""
         return Interception(
-            self.gap, self.precondition, self.hidden, self.softmax, self.sites, self.path
+            *(self.gap, self.precondition, self.hidden, self.softmax, self.sites, self.path),
+            compiled,
         )
 
     def methods(self) -> list[HeadMethod]:

@@ -12,7 +12,9 @@ site was reached:
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +30,8 @@ from attncond.recognition import Logits, Matrix, Recognition, subtract, visible_
 class Interception(Recognition):
     """Changes the attention of one forward of one site.
 
-    ``expected``: how many heads' outputs there have to be at the least.
+    ``expected``: how many heads' outputs there have to be at the least. ``compiled``: whether the
+    forward is being compiled, as a whole, and not run.
     """
 
     def __init__(
@@ -39,15 +42,33 @@ class Interception(Recognition):
         softmax: int,
         expected: int,
         path: str,
+        compiled: bool = False,
     ) -> None:
         super().__init__(hidden, softmax)
         self.gap = gap
         self.precondition = precondition
         self.expected = expected
         self.path = path
+        self.compiled = compiled
         self.acted = 0
         self.differentiated = torch.is_grad_enabled()
         self.multiplied: list[int] = []
+
+    # As in the base class, but Dynamo goes on after a graph break under modes that have no others,
+    # and leaves the whole forward alone under those that have.
+    def __enter__(self) -> Self:
+        enter: Callable[[], None] = super().__enter__
+        enter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        leave: Callable[..., None] = super().__exit__
+        leave(kind, error, trace)
 
     def check(self) -> None:
         """Raise if not every attention of the site was changed in this forward pass."""

@@ -48,6 +48,7 @@ from attncond.calls import (
     find,
     tensors,
 )
+from attncond.errors import ConditioningError
 from attncond.sites import HIDDEN
 
 
@@ -105,6 +106,8 @@ class Recognition(TorchFunctionMode):
     one of attention, if not 0.
     """
 
+    compiled = True  # as a whole, if at all
+
     def __init__(self, hidden: float, softmax: int) -> None:
         super().__init__()
         self.hidden = hidden
@@ -140,6 +143,13 @@ class Recognition(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if torch.compiler.is_compiling() and not self.compiled:
+            # It would have the change inside, and show the mode calls to change once more when it
+            # runs. Dynamo leaves alone what raises, if it may.
+            raise ConditioningError(
+                "a part of a conditioned attention is compiled by itself with fullgraph=True: "
+                "compile the module as a whole instead"
+            )
         return self._called(TorchCall.of(func, args, kwargs or {}))
 
     def _called(self, call: TorchCall) -> Any:
@@ -238,7 +248,7 @@ class Recognition(TorchFunctionMode):
             visible = visible.expand_as(result)
         elif visible is not None and name in RESHAPES:
             visible = call.reshaped(logits.tensor, visible.expand_as(logits.tensor), result)
-        for i, part in enumerate(self._made(call, result)):
+        for i, part in enumerate(_made(call, result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.logits.append(Logits(part, shown, sinks))
 
@@ -265,16 +275,11 @@ class Recognition(TorchFunctionMode):
             minus = result - formed
         else:
             result, minus = self._formed_call(call), None
-        for i, part in enumerate(self._made(call, result)):
+        for i, part in enumerate(_made(call, result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             keys = call.followed(matrix.keys, matrix.tensor, part)
             self.matrices.append(Matrix(part, less, matrix.root, keys))
         return result
-
-    @staticmethod
-    def _made(call: TorchCall, result: Any) -> list[Tensor]:
-        """The tensors that a call made: what it returned, or what it wrote into."""
-        return [call.args[0]] if call.name == "__setitem__" else tensors(result)
 
     def _formed(self, call: TorchCall) -> TorchCall:
         """The call with all differences among the operands formed: there may be several."""
@@ -293,6 +298,11 @@ class Recognition(TorchFunctionMode):
                 found.tensor.copy_(found.value())
                 self.matrices.append(found._replace(minus=None))
         return self._formed(call).run()
+
+
+def _made(call: TorchCall, result: Any) -> list[Tensor]:
+    """The tensors that a call made: what it returned, or what it wrote into."""
+    return [call.args[0]] if call.name == "__setitem__" else tensors(result)
 
 
 def _keeps_columns(call: TorchCall, logits: Logits, result: Any) -> bool:
