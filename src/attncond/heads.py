@@ -58,8 +58,7 @@ class Heads:
     def interception(self, compiled: bool) -> Interception:
         """The mode that does it, for one forward pass."""
         return Interception(
-            *(self.gap, self.precondition, self.hidden, self.softmax, self.sites, self.path),
-            compiled,
+            self.gap, self.precondition, self.hidden, self.softmax, self.sites, self.path, compiled
         )
 
     def methods(self) -> list[HeadMethod]:
