@@ -55,6 +55,15 @@ CHOOSE: dict[str, list[Part]] = {
         (["swin", "davit"], ["spectral-gain-0.5", "spectral-gain-0.7"], [0, 1]),
         (["deit", "vit"], ["spectral-gain-0.7"], [0]),
     ],
+    # Starts: λI that is folded in before training (where it is as good as one that stays, a
+    # schedule of λ between the two has nothing to win), and strengths that differ between roles.
+    "start": [
+        (["swin", "davit", "xcit"], ["folded-tuned"], [0, 1]),
+        (["xcit"], ["folded"], [0, 1]),
+        (["swin"], ["folded-tuned-0.1"], [0, 1]),
+        (["swin", "davit"], ["folded-qk-1.25-v-3", "folded-qk-3-v-1.25"], [0, 1]),
+        (["swin", "davit"], ["folded-qk-gain-1.5-v", "folded-qk-v-gain-1.5"], [0, 1]),
+    ],
     # Methods together, and RemoveGap() at the rates that the stock Swin likes.
     "combine": [
         (["swin"], ["spectral+gap", "gap-tuned-0.25", "gap-tuned-0.1"], [0, 1]),

@@ -41,6 +41,7 @@ def refused(overrides: dict[str, Any], form: str = "small", recipe: str = "vit-c
         ({"methods": "['spectral:kappa=0.5']"}, ["kappa must be a finite number above 1"]),
         ({"model.init": "gap"}, ["model.init: 'gap' is no initialisation"]),
         ({"model.init": "mimetik"}, ["model.init: 'mimetik'"]),
+        ({"model.init": "spectral:roles=qk + mimetic"}, ["model.init: 'mimetic' is no method"]),
         ({"model.kwargs.img_size": "64"}, ["model.kwargs.img_size", "data.image_size"]),
         ({"model.kwargs.drop_path_rate": "0.1"}, ["say model.drop_path"]),
         ({"model.kwargs.day": "2020-01-01"}, ["model.kwargs: not plain data"]),

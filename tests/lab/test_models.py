@@ -212,6 +212,18 @@ def test_a_method_as_initialisation_leaves_a_stock_model_with_its_outputs() -> N
     torch.testing.assert_close(folded.eval()(images()), conditioned.eval()(images()))
 
 
+def test_several_methods_are_folded_one_after_the_other() -> None:
+    def weight(init: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = build(Model(name="vit_small32", kwargs={"depth": 1}, init=init), 10, 32)
+        return net.get_parameter("blocks.0.attn.qkv.weight")
+
+    both = weight("spectral:roles=qk,kappa=1.25 + spectral:roles=v,kappa=3")
+    assert torch.equal(both[:384], weight("spectral:roles=qk,kappa=1.25")[:384])
+    assert torch.equal(both[384:], weight("spectral:roles=v,kappa=3")[384:])
+    assert not torch.equal(both[384:], weight("default")[384:])
+
+
 def test_the_seed_decides_every_weight() -> None:
     def weights(init: str) -> dict[str, torch.Tensor]:
         torch.manual_seed(3)

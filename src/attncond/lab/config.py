@@ -104,7 +104,12 @@ class Model(Section):
     """False: every LayerNorm is left out (Table 6)."""
     init: str = "default"
     """default, mimetic, or a method such as spectral:lam=1, which is applied and folded into the
-    weights before training, so that it is an initialisation and nothing else."""
+    weights before training, so that it is an initialisation and nothing else. Several are folded
+    one after the other: spectral:roles=qk,kappa=1.5 + spectral:roles=v."""
+
+    def folded(self) -> list[str]:
+        """The methods of ``init``; none for default and mimetic."""
+        return [] if self.init in ("default", "mimetic") else self.init.split(" + ")
 
 
 class Optim(Section):
@@ -233,13 +238,13 @@ def _model(c: Config) -> None:
         json.dumps(c.model.kwargs, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise Contradiction("model.kwargs", f"not plain data: {error}") from error
-    init = c.model.init
-    if init not in ("default", "mimetic") and not isinstance(_method("model.init", init), Spectral):
-        raise Contradiction(
-            "model.init",
-            f"'{init}' is no initialisation: only default, mimetic and spectral methods are, "
-            "because only these can be folded into the weights",
-        )
+    for text in c.model.folded():
+        if not isinstance(_method("model.init", text), Spectral):
+            raise Contradiction(
+                "model.init",
+                f"'{text}' is no initialisation: only default, mimetic and spectral methods are, "
+                "because only these can be folded into the weights",
+            )
 
 
 def _data(c: Config) -> None:

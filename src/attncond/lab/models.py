@@ -151,8 +151,8 @@ def build(model: Model, num_classes: int, image_size: int, channels: int = 3) ->
         remove_layer_norms(net)
     if model.init == "mimetic":
         mimetic(net)
-    elif model.init != "default":
-        condition(net, parse_method(model.init)).fold()
+    for text in model.folded():
+        condition(net, parse_method(text)).fold()
     return net
 
 
