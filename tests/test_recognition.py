@@ -266,6 +266,61 @@ def test_what_is_written_into_a_matrix_stays_there():
         close(conditioned(form, GAP)(q, k, v), by_hand(q, k, v))
 
 
+def scaled_part(weights):
+    weights[..., 0] *= 2
+    return weights
+
+
+def cleared_part(weights):
+    weights.select(-1, 0).zero_()
+    return weights
+
+
+def cleared_diagonal(weights):
+    weights.diagonal(dim1=-2, dim2=-1).zero_()
+    return weights
+
+
+def written_before_the_view_is_read(weights):
+    flat = weights.view(-1, 4)
+    weights.mul_(0.5)
+    return flat.view_as(weights)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [scaled_part, cleared_part, cleared_diagonal, written_before_the_view_is_read],
+    ids=lambda f: f.__name__,
+)
+def test_a_matrix_that_is_overwritten_through_a_view_is_refused(write):
+    """What it stands for less than its entries would be that of before, in silence."""
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64)
+
+    def form(q, k, v):
+        return write(logits_of(q, k, None).softmax(-1)) @ v
+
+    with torch.no_grad():
+        with pytest.raises(ac.UnsupportedAttentionError, match="through a view of it"):
+            conditioned(form, GAP)(q, k, v)
+        kept = PRE.equilibrate(write(logits_of(q, k, None).softmax(-1)) @ v)
+        close(conditioned(form, PRE)(q, k, v), kept)
+
+
+def test_a_view_of_a_matrix_may_be_overwritten_and_used():
+    def form(q, k, v):
+        weights = logits_of(q, k, None).softmax(-1).flatten(0, 1)
+        weights.mul_(0.5)
+        weights = weights.view(2, 2, 4, 4)
+        weights.masked_fill_(torch.eye(4, dtype=torch.bool), 0.0)
+        return weights @ v
+
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+    weights = (gaps(q, k, v)[0] * 0.5).masked_fill(torch.eye(4, dtype=torch.bool), 0.0)
+    with torch.no_grad():
+        close(conditioned(form, GAP)(q, k, v), weights @ v)
+        close(compiled(conditioned(form, GAP))(q, k, v), weights @ v)
+
+
 @methods
 def test_logits_and_matrices_that_are_written_into_other_tensors(on):
     q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))

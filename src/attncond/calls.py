@@ -40,7 +40,7 @@ TRANSPOSES = TURNS.union(
 RESHAPES = TRANSPOSES.union(
     (
         *("contiguous", "__getitem__", "reshape", "view", "view_as", "flatten", "unflatten"),
-        *("squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select"),
+        *("squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "diagonal"),
         *("chunk", "split", "unbind"),
     )
 )
@@ -155,6 +155,12 @@ class TorchCall(NamedTuple):
         if self.name in ("view", "view_as") and result.dtype == old.dtype:
             return new.reshape(result.shape)
         return self.exchanged(old, new).run()
+
+    def views(self, old: Tensor, result: Tensor) -> bool:
+        """Whether a result that is not written into may share its entries with an operand."""
+        if self.name in CASTS:
+            return self.name != "clone" and result.dtype == old.dtype
+        return self.name in RESHAPES
 
     def followed(self, axis: int | None, old: Tensor, result: Tensor) -> int | None:
         """Where an axis of ``old`` lies in the result, both from the end; None if that is open."""

@@ -48,7 +48,7 @@ from attncond.calls import (
     find,
     tensors,
 )
-from attncond.errors import ConditioningError
+from attncond.errors import ConditioningError, UnsupportedAttentionError
 from attncond.sites import HIDDEN
 
 
@@ -78,12 +78,14 @@ class Matrix(NamedTuple):
     """An attention matrix, or what became of it, that stands for ``tensor − minus``.
 
     ``keys``: the axis that its softmax was taken over, from the end; None if that is not known.
+    ``memory``: the same number for those that may share their entries, as a view does.
     """
 
     tensor: Tensor
     minus: Tensor | None
     root: int  # which softmax it came from
     keys: int | None
+    memory: int
 
     def value(self) -> Tensor:
         """The difference itself, in the tensor's dtype."""
@@ -115,6 +117,7 @@ class Recognition(TorchFunctionMode):
         self.softmaxes = 0
         self.logits: list[Logits] = []
         self.matrices: list[Matrix] = []
+        self.overwritten: set[int] = set()
 
     def _fused(self, attention: FusedAttention) -> Tensor:
         """The heads' outputs."""
@@ -129,7 +132,7 @@ class Recognition(TorchFunctionMode):
     def _made_matrix(self, matrix: Tensor, minus: Tensor | None, softmax: TorchCall) -> None:
         """Follow what a softmax gave."""
         keys = softmax.dim - matrix.ndim if softmax.dim >= 0 else softmax.dim
-        self.matrices.append(Matrix(matrix, minus, self.softmaxes, keys))
+        self.matrices.append(Matrix(matrix, minus, self.softmaxes, keys, len(self.matrices)))
 
     def _product(self, matrix: Matrix, call: TorchCall) -> Tensor:
         """The attention matrix times the values."""
@@ -253,11 +256,20 @@ class Recognition(TorchFunctionMode):
             self.logits.append(Logits(part, shown, sinks))
 
     def _use_matrix(self, matrix: Matrix, call: TorchCall) -> Any:
+        used = (find(self.matrices, [operand]) for operand in call.operands())
+        if any(each is not None and each.memory in self.overwritten for each in used):
+            # What it stands for less than its entries was changed with them, unknown to it.
+            raise UnsupportedAttentionError(
+                "a part of an attention matrix is overwritten through a view of it; assign to the "
+                "part (attn[..., 0] = ...) or use masked_fill or where instead"
+            )
         if call.name in PRODUCTS and matrix.keys in (None, *call.summed(matrix.tensor)):
             return self._product(matrix, call)
         if matrix.minus is not None and call.name in OBSERVERS:
             return call.run()
         minus: Any = matrix.minus
+        if call.target is matrix.tensor and minus is not None:
+            self.overwritten.add(matrix.memory)
         if call.name in DROPOUTS or (minus is not None and call.name in GUARDS):
             result = call.run()
         elif call.name in CASTS or call.name in RESHAPES:
@@ -278,7 +290,8 @@ class Recognition(TorchFunctionMode):
         for i, part in enumerate(_made(call, result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             keys = call.followed(matrix.keys, matrix.tensor, part)
-            self.matrices.append(Matrix(part, less, matrix.root, keys))
+            memory = matrix.memory if call.views(matrix.tensor, part) else len(self.matrices)
+            self.matrices.append(Matrix(part, less, matrix.root, keys, memory))
         return result
 
     def _formed(self, call: TorchCall) -> TorchCall:
