@@ -324,6 +324,37 @@ def test_an_interrupted_call_leaves_the_model_untouched(monkeypatch):
     torch.testing.assert_close(vit.run(model), output)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_interrupted_calibration_changes_nothing(monkeypatch, device):
+    import attncond.conditioning as module
+
+    with torch.device(device):
+        model = vit.build()
+    handle = ac.condition(model, ac.Spectral())
+    if device == "meta":
+        model.to_empty(device="cpu")
+    model.load_state_dict(vit.make(seed=3).state_dict(), strict=False)
+    before = dict(model.named_buffers())
+    calls, real = [], module.install
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(module, "install", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        handle.calibrate()
+    monkeypatch.undo()
+    assert all(value is before[name] for name, value in model.named_buffers())
+    if device == "meta":  # none of them has a λ to run with, the first included
+        with pytest.raises(ac.ConditioningError, match="calibrate"):
+            model.blocks[0].attn.qkv(torch.zeros(1, 24))
+    handle.calibrate()
+    assert max(row.kappa for row in handle.certificates()) <= 2
+
+
 def test_a_fold_that_is_not_finite_changes_nothing():
     model = vit.make()
     handle = ac.condition(model, ac.Spectral())

@@ -16,6 +16,7 @@ from attncond.effective import (
     effective,
     full,
     install,
+    kept,
     like,
     recast,
     records,
@@ -221,8 +222,10 @@ class Handle:
         self._check_alive()
         for weight in self._weights:
             check_weight(self.model, weight)
-        for weight, buffers in zip(self._weights, solve(self._weights), strict=True):
-            install(weight.owner, weight.name, weight.correction, buffers)
+        solved = solve(self._weights)
+        with kept(w.owner for w in self._weights):
+            for weight, buffers in zip(self._weights, solved, strict=True):
+                install(weight.owner, weight.name, weight.correction, buffers)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -281,17 +284,14 @@ class Handle:
                     "the raw weights back"
                 )
         before = [(w.raw, w.raw.detach().clone()) for w, _ in folded.values()]
-        buffers = [{**w.owner._buffers} for w in self._weights]
         try:
-            for weight, value in folded.values():
-                weight.raw.copy_(like(value, weight.raw))
-            self._end("folded")
+            with kept(w.owner for w in self._weights):
+                for weight, value in folded.values():
+                    weight.raw.copy_(like(value, weight.raw))
+                self._end("folded")
         except BaseException:
             for raw, value in before:
                 raw.copy_(value)
-            for weight, kept in zip(self._weights, buffers, strict=True):
-                install(weight.owner, weight.name, weight.correction, {})
-                weight.owner._buffers.update(kept)
             self._ended = None
             raise
 

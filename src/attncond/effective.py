@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from attncond.sites import Role, class_name
 _RECORDS = "_attncond"
 _PENDING = "_attncond_pending"
 _LOADS = "_attncond_loads"
+_STATE = (_RECORDS, _PENDING, _LOADS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,6 +379,23 @@ def uninstall(owner: nn.Module) -> None:
     for key in _own_buffers(owner):
         del owner._buffers[key]
         owner._non_persistent_buffers_set.discard(key)
-    for record in (_RECORDS, _PENDING, _LOADS):
-        owner.__dict__.pop(record, None)
+    for key in _STATE:
+        owner.__dict__.pop(key, None)
     recast(owner)
+
+
+@contextmanager
+def kept(owners: Iterable[nn.Module]) -> Iterator[None]:
+    """What fails inside leaves the corrections of these owners as they were."""
+    before = [
+        (owner, {**owner._buffers}, {key: owner.__dict__[key] for key in _STATE})
+        for owner in owners
+    ]
+    try:
+        yield
+    except BaseException:
+        for owner, buffers, state in before:
+            owner._buffers.update(buffers)
+            owner.__dict__.update(state)
+            recast(owner)
+        raise
