@@ -56,9 +56,11 @@ CHOOSE: dict[str, list[Part]] = {
         (["deit", "vit"], ["spectral-gain-0.7"], [0]),
     ],
     # Starts: λI that is folded in before training (where it is as good as one that stays, a
-    # schedule of λ between the two has nothing to win), and strengths that differ between roles.
+    # schedule of λ between the two has nothing to win), the polar factor in its place, only some
+    # roles, and strengths that differ between them.
     "start": [
-        (["swin", "davit", "xcit"], ["folded-tuned"], [0, 1]),
+        (["swin", "davit", "xcit"], ["folded-tuned", "folded-polar-tuned"], [0, 1]),
+        (["swin", "davit", "vit"], ["folded-qk-tuned", "folded-v-tuned"], [0, 1]),
         (["xcit"], ["folded"], [0, 1]),
         (["swin"], ["folded-tuned-0.1"], [0, 1]),
         (["swin", "davit"], ["folded-qk-1.25-v-3", "folded-qk-3-v-1.25"], [0, 1]),
@@ -84,7 +86,10 @@ TEST: dict[str, list[Part]] = {
         (["swin"], ["spectral+gap"], range(5)),
         (["davit", "xcit", "deit", "vit"], ["spectral+precondition"], range(3)),
     ],
-    "why": [(["vit"], ["folded", "folded-tuned", "mimetic", "mimetic-tuned"], range(3))],
+    "why": [
+        (["vit"], ["folded", "folded-tuned", "mimetic", "mimetic-tuned"], range(3)),
+        (["vit"], ["folded-polar-tuned"], range(3)),
+    ],
 }
 LAMBDA = [
     *("lambda-0.1", "lambda-0.5", "lambda-1", "lambda-4", "lambda-10", "baseline", "tuned"),
