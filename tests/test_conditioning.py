@@ -241,40 +241,6 @@ def test_shared_modules_and_tied_parameters_are_conditioned_once():
         torch.testing.assert_close(m(x, x, x)[0], y)
 
 
-def test_meta_models_wait_for_their_weights():
-    filled = vit.make(dtype=torch.float32)
-    trained = copy.deepcopy(filled)
-    ac.condition(trained, ac.Spectral())
-    with torch.device("meta"):
-        model = vit.build()
-        late = vit.build()
-    for m in (model, late):
-        handle = ac.condition(m.eval(), ac.Spectral())
-        m.to_empty(device="cpu")
-        with pytest.raises(ac.ConditioningError, match="calibrate"):
-            vit.run(m)
-    model.load_state_dict(trained.state_dict())
-    torch.testing.assert_close(vit.run(model), vit.run(trained))
-    late.load_state_dict(filled.state_dict(), strict=False)
-    handle.calibrate()
-    torch.testing.assert_close(vit.run(late), vit.run(trained))
-
-
-def test_a_module_waits_until_the_last_of_its_weights_is_there():
-    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4)
-    attention.q_proj_weight = nn.Parameter(torch.empty(8, 8, device="meta"))
-    handle = ac.condition(attention, ac.Spectral())
-    attention.to_empty(device="cpu")
-    for parameter in attention.parameters():
-        nn.init.normal_(parameter)
-    tokens = torch.randn(3, 1, 8), torch.randn(3, 1, 6), torch.randn(3, 1, 4)
-    with pytest.raises(ac.ConditioningError, match="calibrate"):
-        attention(*tokens)
-    handle.calibrate()
-    attention(*tokens)
-    assert max(c.kappa for c in handle.certificates()) <= 2
-
-
 def test_meta_weights_cannot_be_folded():
     with torch.device("meta"):
         model = vit.build()

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import attncond as ac
 from attncond import weights
+from attncond.corrections import Correction, effective
 from attncond.diagonal import decode
-from attncond.effective import Correction, effective, install
+from attncond.effective import install
 from attncond.methods.spectral import drift_certificate
 from attncond.sites import Site, fused, project, separate
 from attncond.weights import Weight, certify, refresh, solve, take

@@ -11,17 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from attncond._version import __version__
-from attncond.effective import (
-    check_calibrated,
-    effective,
-    full,
-    install,
-    kept,
-    like,
-    recast,
-    records,
-    uninstall,
-)
+from attncond.corrections import check_calibrated, effective, full, like, records
+from attncond.effective import install, kept, recast, uninstall
 from attncond.errors import AlreadyConditionedError, ConditioningError, NotFoldableError
 from attncond.folding import fold_heads
 from attncond.following import follow

@@ -11,124 +11,31 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.fx import Proxy
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from attncond.diagonal import decode, with_code
+from attncond import corrections
+from attncond.corrections import (
+    Correction,
+    buffer_name,
+    check_calibrated,
+    corrected,
+    effective,
+    parts_of,
+    records,
+)
+from attncond.diagonal import with_code
 from attncond.errors import ConditioningError
 from attncond.heads import conditioned_heads, replicate_weight, slow_path_weight
-from attncond.methods.spectral import Spectral
 from attncond.readonly import EffectiveWeight, tracing
-from attncond.sites import Role, class_name
-
-_RECORDS = "_attncond"
-_PENDING = "_attncond_pending"
-_LOADS = "_attncond_loads"
-_STATE = (_RECORDS, _PENDING, _LOADS)
-
-
-@dataclass(frozen=True, eq=False)
-class Correction:
-    """What is conditioned in one parameter; the numbers are buffers of its owner."""
-
-    method: Spectral
-    axis: int
-    roles: tuple[Role, ...]
-    rows: tuple[Tensor, ...]  # a (heads, head_dim) index for each role
-
-    def matrices(self) -> list[tuple[Role, Tensor]]:
-        """The matrices κ speaks of: (role, flat row index), whole projections or heads."""
-        whole = self.method.scope == "projection"
-        return [
-            (role, index)
-            for role, rows in zip(self.roles, self.rows, strict=True)
-            for index in ([rows.flatten()] if whole else rows)
-        ]
-
-
-def buffer_name(name: str, part: str) -> str:
-    """The name of the buffer that holds one part of the correction of a parameter."""
-    return f"attncond_{name}_{part}"
-
-
-def buffer(owner: nn.Module, name: str, part: str) -> Tensor | None:
-    """One part of the correction of ``owner.<name>``: scale, shift, diagonal, correction, ..."""
-    return owner._buffers.get(buffer_name(name, part))
-
-
-def records(owner: nn.Module) -> dict[str, Correction]:
-    """The corrections a module carries, by parameter name."""
-    found: dict[str, Correction] = owner.__dict__.get(_RECORDS, {})
-    return found
-
-
-def loads(owner: nn.Module) -> int:
-    """How often the numbers of a conditioned module came from outside: calibrated, or loaded."""
-    count: int = owner.__dict__.get(_LOADS, 0)
-    return count
-
-
-def flat(weight: Tensor, axis: int) -> Tensor:
-    """A parameter as a matrix (out, in): transposed and 1x1-convolution weights too."""
-    rows = weight if axis == 0 else weight.movedim(axis, 0)
-    return rows if rows.ndim == 2 else rows.flatten(1)
-
-
-def unflat(matrix: Tensor, weight: Tensor, axis: int) -> Tensor:
-    """Undo :func:`flat`."""
-    if weight.ndim == 2:
-        return matrix if axis == 0 else matrix.movedim(0, axis)
-    return matrix.view(weight.movedim(axis, 0).shape).movedim(0, axis)
-
-
-def full(weight: Tensor) -> Tensor:
-    """A parameter gathered from its shards, or itself."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-def like(value: Tensor, own: Tensor) -> Tensor:
-    """A whole tensor as ``own`` is: sharded over processes, or whole."""
-    if isinstance(own, DTensor):
-        return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-    return value
-
-
-def effective(owner: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:
-    """The weight that the forward pass uses, as a plain tensor in the parameter's dtype."""
-    raw = owner._parameters[name] if weight is None else weight
-    assert raw is not None
-    parts = {part: buffer(owner, name, part) for part in _PARTS}
-    return corrected(raw, records(owner)[name].axis, parts)
-
-
-_PARTS = ("scale", "shift", "diagonal", "correction")
-
-
-def corrected(raw: Tensor, axis: int, parts: Mapping[str, Tensor | None]) -> Tensor:
-    """s·(W + C) of a whole parameter, from the buffers of its correction."""
-    scale, correction = parts["scale"], parts.get("correction")
-    assert scale is not None
-    matrix = flat(raw, axis)
-    if correction is None:
-        shift, diagonal = parts["shift"], parts["diagonal"]
-        assert shift is not None
-        assert diagonal is not None
-        columns = torch.arange(matrix.shape[1], device=matrix.device)
-        ones = columns == decode(diagonal)[:, None]
-        zero = torch.zeros((), dtype=shift.dtype, device="cpu")  # whatever the default device is
-        correction = torch.where(ones, shift[:, None], zero)
-    # In the buffers' float32 or float64 up to here: λ and W differ in size, so that in half
-    # precision the sum should be rounded once, not twice.
-    result = (matrix + correction) * scale[:, None]
-    return unflat(result.to(raw.dtype), raw, axis)
+from attncond.sites import class_name
 
 
 class Conditioned(nn.Module):
@@ -172,7 +79,7 @@ class Conditioned(nn.Module):
         super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = _own_buffers(self)
+        before = corrections.buffers(self)
         apply: Callable[..., Any] = super()._apply
         result = apply(fn, recurse)
         for key, old in before.items():
@@ -190,23 +97,13 @@ class Conditioned(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if not records(self):
             return
-        self.__dict__[_LOADS] = loads(self) + 1
-        if all(f"{prefix}{key}" in state_dict for key in _own_buffers(self)):
-            self.__dict__[_PENDING] = False
+        whole = all(f"{prefix}{key}" in state_dict for key in corrections.buffers(self))
+        corrections.note_load(self, whole)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls: Any = type(self)
         state: Callable[[], Any] = self.__getstate__
         return _rebuild, (cls._attncond_base, cls._attncond_names, cls._attncond_heads), state()
-
-
-def check_calibrated(owner: nn.Module) -> None:
-    """Refuse to use λ, s and C that were never computed."""
-    if getattr(owner, _PENDING):
-        raise ConditioningError(
-            "this model was conditioned on the meta device and its weights came later: load a "
-            "conditioned checkpoint, or call handle.calibrate() once the weights are there"
-        )
 
 
 def _sliced(owner: nn.Module, name: str) -> ConditioningError:
@@ -237,11 +134,6 @@ def _frozen(owner: nn.Module, name: str) -> str:
         "its graph as a constant, which no training reaches: let the tracer take the module that "
         "reads it for a leaf, or fold() the model first"
     )
-
-
-def _own_buffers(owner: nn.Module) -> dict[str, Tensor]:
-    keys = tuple(buffer_name(name, "") for name in records(owner))
-    return {k: b for k, b in owner._buffers.items() if b is not None and k.startswith(keys)}
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...], heads: bool = False) -> nn.Module:
@@ -298,8 +190,7 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Any:
         raise _sliced(self, "weight")
     if not raw.is_meta:
         check_calibrated(self)
-    parts = {part: buffer(self, "weight", part) for part in _PARTS}
-    return nn.functional.linear(input, corrected(raw, 0, parts), self.bias)
+    return nn.functional.linear(input, corrected(raw, 0, parts_of(self, "weight")), self.bias)
 
 
 def _forward_of(base: type[nn.Module], names: tuple[str, ...], heads: bool) -> Callable[..., Any]:
@@ -363,39 +254,27 @@ def _rebased(cls: type, new: type[nn.Module]) -> type[nn.Module]:
 
 
 def install(
-    owner: nn.Module, name: str, correction: Correction, buffers: dict[str, Tensor]
+    owner: nn.Module, name: str, correction: Correction, numbers: dict[str, Tensor]
 ) -> None:
     """Make ``owner.<name>`` read as its effective weight."""
-    owner.__dict__[_RECORDS] = {**records(owner), name: correction}
-    owner.__dict__[_LOADS] = loads(owner) + 1
-    for part, value in buffers.items():
-        owner.register_buffer(buffer_name(name, part), value)
-    owner.__dict__[_PENDING] = any(b.is_meta for b in _own_buffers(owner).values())
+    corrections.add(owner, name, correction, numbers)
     recast(owner)
 
 
 def uninstall(owner: nn.Module) -> None:
     """Make the owner the module it was; the raw parameters stay."""
-    for key in _own_buffers(owner):
-        del owner._buffers[key]
-        owner._non_persistent_buffers_set.discard(key)
-    for key in _STATE:
-        owner.__dict__.pop(key, None)
+    corrections.drop(owner)
     recast(owner)
 
 
 @contextmanager
 def kept(owners: Iterable[nn.Module]) -> Iterator[None]:
     """What fails inside leaves the corrections of these owners as they were."""
-    before = [
-        (owner, {**owner._buffers}, {key: owner.__dict__[key] for key in _STATE})
-        for owner in owners
-    ]
+    before = [(owner, corrections.restorer(owner)) for owner in owners]
     try:
         yield
     except BaseException:
-        for owner, buffers, state in before:
-            owner._buffers.update(buffers)
-            owner.__dict__.update(state)
+        for owner, restore in before:
+            restore()
             recast(owner)
         raise

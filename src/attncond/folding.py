@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attncond.effective import flat, records, unflat
+from attncond.corrections import flat, records, unflat
 from attncond.errors import ConditioningError, NotFoldableError
 from attncond.heads import HeadMethod
 from attncond.methods import Precondition

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from attncond.effective import loads, records
+from attncond.corrections import loads, records
 from attncond.errors import ConditioningError
 from attncond.weights import Weight, refresh
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from attncond.effective import Correction, flat, full
+from attncond.corrections import Correction, flat, full
 from attncond.errors import ConditioningError, UnsupportedAttentionError
 from attncond.heads import HeadMethod, own_kernel
 from attncond.inspection import Plan, Unsupported, unsupported_table

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attncond.diagonal import decode, encode
-from attncond.effective import (
+from attncond.corrections import (
     Correction,
     buffer,
     check_calibrated,
@@ -21,6 +20,7 @@ from attncond.effective import (
     flat,
     full,
 )
+from attncond.diagonal import decode, encode
 from attncond.errors import ConditioningError
 from attncond.linalg import condition_number, spectral_norm
 from attncond.methods.spectral import PolarState, Refresh, follow, shift_certificate

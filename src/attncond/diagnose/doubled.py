@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attncond.corrections import effective, full, records
 from attncond.diagnose.tokenwise import ReplayError
-from attncond.effective import Conditioned, effective, full, records
+from attncond.effective import Conditioned
 from attncond.sites import Projection, Site
 
 __all__ = ["Shell", "doubled", "doubled_copy", "stock"]

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attncond.corrections import effective, full, records
 from attncond.diagnose.bounds import BoundedHead, certificate, paper_bound
 from attncond.diagnose.capture import Captured, ProjectionInput, as_tokens
 from attncond.diagnose.conditioned import conditioned_spectrum
 from attncond.diagnose.measure import Values, spread
 from attncond.diagnose.replayed import CLOSE, ReplayJob, replay_of, spectrum_values
 from attncond.diagnose.tokenwise import ReplayError
-from attncond.effective import effective, full, records
 from attncond.errors import ConditioningError
 from attncond.head_inputs import Inputs
 from attncond.heads import Heads

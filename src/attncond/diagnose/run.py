@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attncond._version import __version__
+from attncond.corrections import full, records
 from attncond.diagnose import measure
 from attncond.diagnose.capture import Captured, watch
 from attncond.diagnose.jacobians import Job, NotCoveredError, job_of, used_weight
@@ -21,7 +22,6 @@ from attncond.diagnose.progress import Clock
 from attncond.diagnose.replayed import ReplayJob, TakenJobs
 from attncond.diagnose.report import Report, Row, Spectrum
 from attncond.diagnose.threads import side_by_side
-from attncond.effective import full, records
 from attncond.errors import DiagnosisError
 from attncond.inspection import Unsupported
 from attncond.sites import Projection, Site, class_name

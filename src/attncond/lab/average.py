@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from attncond.effective import like
+from attncond.corrections import like
 from attncond.lab.checkpoint import Tensors
 
 __all__ = ["Average"]

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attncond.checkpoints import CheckpointError
-from attncond.effective import full, like
+from attncond.corrections import full, like
 
 __all__ = [
     "Checkpoint",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncond.corrections import check_calibrated, effective, full, records
 from attncond.diagnose import measure
-from attncond.effective import check_calibrated, effective, full, records
 from attncond.monitor.history import Row
 from attncond.sites import Projection, Site
 
