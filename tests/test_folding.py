@@ -1,4 +1,4 @@
-"""What folds into weights exactly, the gap over channels, and what is refused by name."""
+"""What folds into weights exactly, be it W or what heads do, and what is refused by name."""
 
 import copy
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import attncond as ac
 
 GAP, PRE = ac.RemoveGap(), ac.Precondition()
+vit = CASE["timm-vit"]
 
 
 def cross_covariance(m, x):
@@ -291,3 +292,33 @@ def test_an_interrupted_fold_changes_nothing(monkeypatch):
     twin = copy.deepcopy(model)
     handle.fold()
     torch.testing.assert_close(model[1](inputs()), twin[1](inputs()), rtol=1e-10, atol=1e-10)
+
+
+def test_meta_weights_cannot_be_folded():
+    with torch.device("meta"):
+        model = vit.build()
+    handle = ac.condition(model, ac.Spectral())
+    with pytest.raises(ac.ConditioningError, match="meta"):
+        handle.fold()
+
+
+def test_a_fold_that_is_not_finite_changes_nothing():
+    model = vit.make()
+    handle = ac.condition(model, ac.Spectral())
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.get_parameter("weight")[0, 0] = float("inf")
+    state = stock_state(model)
+    with pytest.raises(ac.ConditioningError, match=r"blocks\.0\.attn\.qkv\.weight is not finite"):
+        handle.fold()
+    assert same_state(model, state)
+    handle.remove()
+
+
+def test_a_parameter_with_two_corrections_cannot_be_folded():
+    model = nn.ModuleList([nn.MultiheadAttention(16, heads) for heads in (2, 4)])
+    model[1].in_proj_weight = model[0].in_proj_weight
+    handle = ac.condition(model, ac.Spectral(scope="head"))
+    state = stock_state(model)
+    with pytest.raises(ac.NotFoldableError, match="two corrections"):
+        handle.fold()
+    assert same_state(model, state)

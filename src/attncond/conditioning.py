@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attncond._version import __version__
-from attncond.corrections import check_calibrated, effective, full, like, records
+from attncond.corrections import records
 from attncond.effective import install, kept, recast, uninstall
-from attncond.errors import AlreadyConditionedError, ConditioningError, NotFoldableError
-from attncond.folding import fold_heads
+from attncond.errors import AlreadyConditionedError, ConditioningError
+from attncond.folding import folded_heads, folded_weights, overwritten
 from attncond.following import follow
 from attncond.heads import HeadMethod, add, conditioned_heads, drop
 from attncond.inspection import Plan, inspect
@@ -251,38 +251,17 @@ class Handle:
         """
         self._check_alive()
         if not isinstance(self.method, Spectral):
-            fold_heads(self.model, self._heads, self.method)
+            with overwritten(folded_heads(self.model, self._heads, self.method)):
+                pass  # to heads that still take the mean off, the new values are the same
             self._end("folded")
             return
-        folded: dict[int, tuple[Weight, Tensor]] = {}
-        for weight in self._weights:
-            if weight.raw.is_meta:
-                raise ConditioningError(
-                    "weights on the meta device cannot be folded: load them first"
-                )
-            check_calibrated(weight.owner)
-            value = effective(weight.owner, weight.name, full(weight.raw))
-            first, other = folded.setdefault(id(weight.raw), (weight, value))
-            if not torch.equal(value, other):
-                raise NotFoldableError(
-                    f"{weight} and {first} are one parameter with two corrections (other heads, or "
-                    "tied after conditioning), which no single weight can hold; untie them first"
-                )
-        for weight, value in folded.values():
-            if not torch.isfinite(value).all():
-                raise ConditioningError(
-                    f"the effective {weight} is not finite, so nothing was folded; remove() gives "
-                    "the raw weights back"
-                )
-        before = [(w.raw, w.raw.detach().clone()) for w, _ in folded.values()]
         try:
-            with kept(w.owner for w in self._weights):
-                for weight, value in folded.values():
-                    weight.raw.copy_(like(value, weight.raw))
+            with (
+                overwritten(folded_weights(self._weights)),
+                kept(w.owner for w in self._weights),
+            ):
                 self._end("folded")
         except BaseException:
-            for raw, value in before:
-                raw.copy_(value)
             self._ended = None
             raise
 

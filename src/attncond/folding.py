@@ -1,24 +1,68 @@
-"""Fold what heads do to their outputs into weights, where that is exact: the gap over channels."""
+"""What folding writes into weights: s·(W + C), and what heads do where that is exact.
+
+That is the gap over channels alone; the rest is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from attncond.corrections import flat, records, unflat
+from attncond.corrections import check_calibrated, effective, flat, full, like, records, unflat
 from attncond.errors import ConditioningError, NotFoldableError
 from attncond.heads import HeadMethod
 from attncond.methods import Precondition
 from attncond.sites import Projection, Site
+from attncond.weights import Weight
 
 _OVER_CHANNELS = ("cross-covariance", "channel")
 
 
-@torch.no_grad()
-def fold_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) -> None:
-    """Change W_V so that the stock heads do what the method does, or refuse by name.
+Changed = list[tuple[Tensor, Tensor]]  # parameters, and what they become
+
+
+@contextmanager
+def overwritten(changed: Changed) -> Iterator[None]:
+    """Write values into parameters. What fails in that, or inside, leaves all as they were."""
+    before = [(parameter, parameter.detach().clone()) for parameter, _ in changed]
+    try:
+        for parameter, value in changed:
+            parameter.copy_(value)
+        yield
+    except BaseException:
+        for parameter, value in before:
+            parameter.copy_(value)
+        raise
+
+
+def folded_weights(weights: Sequence[Weight]) -> Changed:
+    """The conditioned parameters, and their effective weights."""
+    folded: dict[int, tuple[Weight, Tensor]] = {}
+    for weight in weights:
+        if weight.raw.is_meta:
+            raise ConditioningError("weights on the meta device cannot be folded: load them first")
+        check_calibrated(weight.owner)
+        value = effective(weight.owner, weight.name, full(weight.raw))
+        first, other = folded.setdefault(id(weight.raw), (weight, value))
+        if not torch.equal(value, other):
+            raise NotFoldableError(
+                f"{weight} and {first} are one parameter with two corrections (other heads, or "
+                "tied after conditioning), which no single weight can hold; untie them first"
+            )
+    for weight, value in folded.values():
+        if not torch.isfinite(value).all():
+            raise ConditioningError(
+                f"the effective {weight} is not finite, so nothing was folded; remove() gives "
+                "the raw weights back"
+            )
+    return [(weight.raw, like(value, weight.raw)) for weight, value in folded.values()]
+
+
+def folded_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) -> Changed:
+    """W_V with which the stock heads do what the method does, or a refusal by name.
 
     Attention over the channels of a head has a d×d matrix P with rows that sum to one, so that
     (P − 11ᵀ/d)V = P(V − 11ᵀV/d): it is enough to take the mean over the head's channels out of V,
@@ -38,19 +82,11 @@ def fold_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) -> N
             "attention over channels (cross-covariance) alone; nothing was changed. remove() "
             "takes it off; ac.condition(part, ...) gives parts of the model a handle each."
         )
-    changed = [pair for site in sites for pair in _centred(model, site)]
-    before = [(parameter, parameter.clone()) for parameter, _ in changed]
-    try:
-        for parameter, value in changed:
-            parameter.copy_(value)
-    except BaseException:
-        for parameter, value in before:
-            parameter.copy_(value)
-        raise
+    return [pair for site in sites for pair in _centred(model, site)]
 
 
-def _centred(model: nn.Module, site: Site) -> list[tuple[Tensor, Tensor]]:
-    """The parameters of one site's values, and what they become."""
+def _centred(model: nn.Module, site: Site) -> Changed:
+    """The parameters of one site's values, without the mean over the channels of each head."""
     value = site.projection("v")
     where = site.path or "the model"
     if value is None:
