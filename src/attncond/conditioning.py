@@ -57,7 +57,7 @@ def condition(
         raise TypeError(f"condition needs a torch.nn.Module, not {type(model).__name__}")
     method = _method(method)
     plan = inspect(model)
-    if done := [path or "the model" for path, _ in _carriers(model, type(method))]:
+    if done := [path or "the model" for path in _carriers(model, type(method))]:
         carry = f"and {len(done) - 1} more carry" if len(done) > 1 else "carries"
         raise AlreadyConditionedError(
             f"{done[0]} {carry} {(name := type(method).__name__)} already. "
@@ -100,15 +100,17 @@ def _drop(module: nn.Module, method: type[HeadMethod]) -> None:
     recast(module)
 
 
-def _carriers(model: nn.Module, method: type[Method]) -> list[tuple[str, nn.Module]]:
-    """The modules that carry a method, with their paths."""
+def _on(module: nn.Module, method: type[Method]) -> list[Method]:
+    """The methods of one kind on a module itself: one for each of its weights, or for its heads."""
     if method is Spectral:
-        return [(path, m) for path, m in model.named_modules() if records(m)]
-    return [
-        (path, m)
-        for path, m in model.named_modules()
-        if (heads := conditioned_heads(m)) and any(type(h) is method for h in heads.methods())
-    ]
+        return [correction.method for correction in records(module).values()]
+    heads = conditioned_heads(module)
+    return [m for m in heads.methods() if type(m) is method] if heads else []
+
+
+def _carriers(model: nn.Module, method: type[Method]) -> dict[str, nn.Module]:
+    """The modules that carry a method, by their paths."""
+    return {path: m for path, m in model.named_modules() if _on(m, method)}
 
 
 def handle(model: nn.Module, method: type[Method] | None = None) -> Handle:
@@ -131,21 +133,19 @@ def handle(model: nn.Module, method: type[Method] | None = None) -> Handle:
     if method not in on:
         wanted = getattr(method, "__name__", repr(method))
         raise ConditioningError(f"this model carries {names}, not {wanted}")
-    found: list[Method]
+    carriers = _carriers(model, method)
     weights: list[Weight] = []
     sites: list[Site] = []
     if method is Spectral:
         weights = [
             Weight(path, module, name, correction)
-            for path, module in _carriers(model, method)
+            for path, module in carriers.items()
             for name, correction in records(module).items()
         ]
-        found = [w.correction.method for w in weights]
     else:
-        carriers = [module for _, module in _carriers(model, method)]
-        sites = [s for s in inspect(model) if any(s.module is m for m in carriers)]
-        records_found = [conditioned_heads(m) for m in carriers]
-        found = [h for r in records_found if r for h in r.methods() if type(h) is method]
+        ids = {id(module) for module in carriers.values()}
+        sites = [site for site in inspect(model) if id(site.module) in ids]
+    found = [each for module in carriers.values() for each in _on(module, method)]
     if len(set(found)) > 1:
         raise ConditioningError(
             "parts of this model were conditioned in different ways; ask for the handle of each "
@@ -287,7 +287,7 @@ class Handle:
                 f"this handle was {self._ended}: the model is a stock model again, and "
                 "ac.condition(model, ...) conditions it anew"
             )
-        carriers = {id(m) for _, m in _carriers(self.model, type(self.method))}
+        carriers = {id(m) for m in _carriers(self.model, type(self.method)).values()}
         owners = [w.owner for w in self._weights] + [s.module for s in self._heads]
         if any(id(owner) not in carriers for owner in owners):
             self._ended = "overtaken (another handle of the same model removed or folded it)"
