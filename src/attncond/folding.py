@@ -18,9 +18,6 @@ from attncond.methods import Precondition
 from attncond.sites import Projection, Site
 from attncond.weights import Weight
 
-_OVER_CHANNELS = ("cross-covariance", "channel")
-
-
 Changed = list[tuple[Tensor, Tensor]]  # parameters, and what they become
 
 
@@ -73,7 +70,7 @@ def folded_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) ->
             "Precondition cannot be folded: the length of each row depends on the input, and no "
             "weight does. remove() takes it off."
         )
-    stuck = [site for site in sites if site.kind not in _OVER_CHANNELS]
+    stuck = [site for site in sites if not site.over_channels]
     if stuck:
         more = f" and {len(stuck) - 1} more" if len(stuck) > 1 else ""
         raise NotFoldableError(

@@ -108,6 +108,11 @@ class Site:
         """Number of query heads."""
         return self.projections[0].heads
 
+    @property
+    def over_channels(self) -> bool:
+        """Whether its attention matrix is one of a head's channels, not of tokens."""
+        return self.kind in ("cross-covariance", "channel")
+
 
 def class_name(module: nn.Module) -> str:
     """Qualified name of a module's class as its library defined it."""

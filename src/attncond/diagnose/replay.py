@@ -29,8 +29,6 @@ from attncond.sites import HIDDEN, Role, Site
 
 __all__ = ["Replay", "Traced"]
 
-CHANNELS = ("cross-covariance", "channel")  # their attention matrix is one of channels
-
 
 class _Reached(BaseException):
     """Carries the head's output out of the module's forward, past whatever it catches.
@@ -71,14 +69,9 @@ class Replay:
     tolerance: float
 
     @property
-    def channels(self) -> bool:
-        """Whether the attention is one between channels."""
-        return self.site.kind in CHANNELS
-
-    @property
     def between_tokens(self) -> bool:
         """Whether the rows and columns of the logits are queries and keys."""
-        return not self.channels and not self.site.softmax
+        return not self.site.over_channels and not self.site.softmax
 
     def trace(self, head: int) -> Traced:
         """Run it; raises `ReplayError`."""
@@ -262,7 +255,9 @@ class _Run(Interception):
             return output
         output = _in_order_of(call, matrix.tensor, output)
         part = split_heads(output, replay.site.heads)[0, self.head]
-        raise _Reached(part[:, replay.columns] if replay.channels else part[replay.rows], {})
+        raise _Reached(
+            part[:, replay.columns] if replay.site.over_channels else part[replay.rows], {}
+        )
 
     def _compare(self, logits: Tensor, visible: Tensor) -> None:
         """Whether these are the logits that were captured."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from attncond.diagnose.arguments import shortened
 from attncond.diagnose.capture import Call, Captured
 from attncond.diagnose.measure import Values, spread
-from attncond.diagnose.replay import CHANNELS, Replay
+from attncond.diagnose.replay import Replay
 from attncond.diagnose.tokenwise import ReplayError, Use
 from attncond.functional import GraphJacobian
 from attncond.jacobian import JacobianSpectrum, memory_limit
@@ -200,7 +200,7 @@ def replay_of(captured: Captured, heads: Sequence[int], tokens: int | None) -> R
         raise ReplayError(site.scattered)
     if scores.heads != site.heads or not heads:
         raise ReplayError("its attention matrices are not found head by head")
-    channels = site.kind in CHANNELS
+    channels = site.over_channels
     extra = scores.keys - scores.queries
     if channels or site.softmax:
         count = scores.keys

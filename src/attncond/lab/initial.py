@@ -18,9 +18,6 @@ from attncond.sites import Projection, Site
 QK_NOISE, QK_IDENTITY = 0.7, 0.7
 V_NOISE, V_IDENTITY = 0.4, -0.4
 
-# Where logits are products of channels and not of tokens, W_Q W_Kᵀ decides no attention.
-_OVER_CHANNELS = ("cross-covariance", "channel")
-
 
 @torch.no_grad()
 def mimetic(model: nn.Module) -> int:
@@ -33,7 +30,7 @@ def mimetic(model: nn.Module) -> int:
         UnsupportedAttentionError: The model has no such attention, or one is not square enough for
             the definition or has no output projection named ``proj``.
     """
-    sites = [site for site in inspect(model) if site.kind not in _OVER_CHANNELS]
+    sites = [site for site in inspect(model) if not site.over_channels]
     if not sites:
         raise UnsupportedAttentionError("mimetic initialisation needs attention over tokens")
     for site in sites:
