@@ -7,13 +7,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from spectra import gaussian
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def plain_head(n: int, width: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_heads import attend, gaussian, jacobian, plain_head
+from attention_heads import attend, jacobian, plain_head
+from spectra import gaussian
 
 from attncond import functional
 from attncond.functional import FunctionJacobian, GraphJacobian

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from attention_heads import gaussian, plain_head
+from attention_heads import plain_head
+from spectra import gaussian
 
 from attncond.head_inputs import Inputs
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_heads import attend, gaussian, heads, jacobian, plain_head
+from attention_heads import attend, heads, jacobian, plain_head
 from hypothesis import assume, given, settings
+from spectra import gaussian
 from torch import Tensor
 
 from attncond import jacobian as module

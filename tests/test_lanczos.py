@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from attention_heads import gaussian
+from spectra import gaussian
 from torch import Tensor
 
 from attncond import lanczos

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_heads import gaussian, heads
+from attention_heads import heads
 from hypothesis import given, settings
+from spectra import gaussian
 
 from attncond.head_inputs import Inputs
 from attncond.rank import gauge, reduce_tokens, wide_rank

@@ -8,19 +8,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from spectra import gaussian
 from torch import Tensor
 
-from attncond import linalg, theory
+from attncond import theory
+from attncond.linalg import spectral_norm
+from attncond.polar import polar
 
 F64 = torch.float64
 PROPERTY = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 SLACK = 1 + 1e-9
-
-
-def gaussian(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def make_head(
@@ -256,7 +255,7 @@ def test_theorem_3_5_reaches_two_for_a_singular_matrix() -> None:
 
 def test_the_correction_is_the_norm_times_the_polar_factor() -> None:
     w = gaussian(6, 4, seed=3)
-    expected = linalg.spectral_norm(w) * linalg.polar(w)
+    expected = spectral_norm(w) * polar(w)
     torch.testing.assert_close(theory.polar_correction(w), expected, rtol=1e-9, atol=1e-9)
 
 

@@ -4,17 +4,9 @@ import math
 
 import pytest
 import torch
+from spectra import with_spectrum
 
 from attncond.written import Written, matrix_extremes
-
-
-def with_spectrum(sigma, rows, columns, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    u, v = (
-        torch.linalg.qr(torch.randn(n, len(sigma), generator=generator, dtype=torch.float64))[0]
-        for n in (rows, columns)
-    )
-    return (u * torch.as_tensor(sigma, dtype=torch.float64)) @ v.mT
 
 
 @pytest.mark.parametrize("shape", [(300, 400), (400, 300), (60, 90), (90, 60)])
@@ -22,7 +14,7 @@ def with_spectrum(sigma, rows, columns, seed=0):
 def test_full_rank_far_below_the_gram_matrix(shape, exponent):
     size = min(shape)
     sigma = torch.logspace(1, 1 - exponent, size, dtype=torch.float64)
-    found = matrix_extremes(with_spectrum(sigma, *shape))
+    found = matrix_extremes(with_spectrum(*shape, sigma))
     assert found.sigma_max == pytest.approx(10, rel=1e-12)
     want = 10 ** (1 - exponent)
     assert found.sigma_min == pytest.approx(want, rel=10 ** (exponent - 13))
@@ -33,7 +25,7 @@ def test_full_rank_far_below_the_gram_matrix(shape, exponent):
 @pytest.mark.parametrize("low", [1e-2, 1e-8])
 def test_a_rank_is_where_singular_values_fall(low):
     sigma = torch.linspace(1, low, 270, dtype=torch.float64)
-    found = matrix_extremes(with_spectrum(sigma, 300, 400))
+    found = matrix_extremes(with_spectrum(300, 400, sigma))
     assert found.rank == 270
     assert found.rank_rule == "numerical"
     assert found.sigma_min == pytest.approx(low, rel=1e-5)
@@ -45,7 +37,7 @@ def test_null_spaces_narrow_and_wide(shape, missing, monkeypatch):
     if missing < 256:  # found without all singular values
         monkeypatch.setattr(torch.linalg, "svdvals", None)
     sigma = torch.logspace(0, -3, 400 - missing, dtype=torch.float64)
-    found = matrix_extremes(with_spectrum(sigma, *shape))
+    found = matrix_extremes(with_spectrum(*shape, sigma))
     assert found.rank == 400 - missing
     assert found.sigma_min == pytest.approx(1e-3, rel=1e-10)
     assert abs(found.sigma_min - 1e-3) <= found.sigma_min_error
@@ -53,7 +45,7 @@ def test_null_spaces_narrow_and_wide(shape, missing, monkeypatch):
 
 def test_a_spectrum_that_fades_out_has_no_rank():
     sigma = torch.logspace(0, -17, 300, dtype=torch.float64)
-    found = matrix_extremes(with_spectrum(sigma, 300, 400))
+    found = matrix_extremes(with_spectrum(300, 400, sigma))
     assert found.sigma_min is None
     assert found.rank is None
     assert found.sigma_max == pytest.approx(1)

@@ -301,7 +301,7 @@ def polar_correction(w: Tensor) -> Tensor:
     """Thm 3.5: C = σ_max U Vᵀ of the thin SVD W = U S Vᵀ; κ(W + C) = 2σ_max/(σ_max + σ_min).
 
     The correction is σ_max times the orthogonal polar factor, which needs no SVD
-    (`attncond.linalg.polar`); this is the paper's way. The proof ends with '< 2', which a singular
+    (`attncond.polar.polar`); this is the paper's way. The proof ends with '< 2', which a singular
     W turns into '= 2'.
 
     >>> polar_correction(torch.diag(torch.tensor([4.0, -1.0])))

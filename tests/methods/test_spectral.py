@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spectra import gaussian
 from torch import Tensor
 
 import attncond as ac
@@ -31,11 +32,6 @@ seeds = st.integers(0, 2**16)
 targets = st.floats(1.01, 50.0)
 
 ROUNDING = 1 + 1e-10
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 @st.composite

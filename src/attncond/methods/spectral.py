@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from attncond.errors import ConditioningError
-from attncond.linalg import polar, spectral_norm, start_block, track_norm, track_polar
+from attncond.linalg import spectral_norm, start_block, track_norm
+from attncond.polar import polar, track_polar
 
 # A tracked norm comes from below, by up to 0.3%, and a tracked factor is off by some h: W + rσU
 # has κ ≤ (1 + r)/(r − h), so that an r a little above 1 costs nothing and an r below 1 would.
