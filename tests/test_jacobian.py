@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import assume, given, settings
 from spectra import gaussian
 from torch import Tensor
 
-from attncond import jacobian as module
 from attncond import lanczos
 from attncond.errors import ConditioningError
 from attncond.jacobian import (
@@ -43,12 +41,6 @@ def whole(inputs: tuple[Tensor, ...], details: dict[str, Any]) -> Tensor:
     return jacobian(
         tuple(weights), details["convention"], lambda q, k, v: attend(x, q, k, v, **rest)
     )
-
-
-def test_the_examples_in_the_docstrings_run() -> None:
-    outcome = doctest.testmod(module, extraglobs={"torch": torch})
-    assert outcome.attempted >= 8
-    assert outcome.failed == 0
 
 
 def agrees(found: JacobianSpectrum, sigma: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import attncond as ac
-from attncond import sites
 from attncond.errors import UnsupportedAttentionError
 from attncond.sites import Site, fused, join, project, raw_parameter, separate
 
@@ -345,9 +343,3 @@ def test_weights_on_the_meta_device_are_described_all_the_same() -> None:
     assert site.projections[2].rows.tolist() == [[16, 17, 18, 19], [20, 21, 22, 23]]
     assert site.projections[2].in_features == 6
     assert blocks(site, "v").shape == (2, 4, 6)
-
-
-def test_the_examples_in_the_docstrings_run() -> None:
-    outcome = doctest.testmod(sites)
-    assert outcome.attempted >= 6
-    assert outcome.failed == 0
