@@ -21,7 +21,10 @@ running: Any = None
 
 
 def load() -> None:
-    """Import the kernels where there can be any; too slow (a second) for ``import attncond``."""
+    """Import the kernels where there can be any; too slow (a second) for ``import attncond``.
+
+    So would torch._dynamo be, which comes with the mark of a constant: those are there, too.
+    """
     global short, running
     if short is None and torch.version.cuda is not None:
         try:
@@ -33,12 +36,6 @@ def load() -> None:
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ANY_ROWS = Precondition()  # made here: its checks cannot be traced with dynamic shapes
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_hopper(index: int | None) -> bool:
-    """The kernels were made for, and measured on, multiprocessors with that much memory."""
-    return torch.cuda.get_device_capability(index)[0] >= 9
 
 
 def _suit(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -54,7 +51,7 @@ def _suit(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         and not torch.compiler._is_exporting_flag  # is_exporting() is True in every compilation
-        and _is_hopper(query.device.index)
+        and short.is_hopper(query.device.index)
     )
 
 
@@ -86,19 +83,13 @@ def short_attention(
     return result
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_cudnn() -> bool:
-    """Whether torch may use cuDNN's attention, which the causal kernels build on."""
-    return bool(torch.backends.cuda.cudnn_sdp_enabled())
-
-
 def suit_causal(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether :func:`causal_attention` can take the place of causal attention without dropout."""
     return (
         _suit(query, key, value)
         and query.shape[-1] in (16, 32, 64, 128)
         and query.shape[-2] == key.shape[-2] > 1
-        and _has_cudnn()
+        and running.has_cudnn()
     )
 
 

@@ -34,6 +34,12 @@ _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
+@torch.compiler.assume_constant_result
+def has_cudnn() -> bool:
+    """Whether torch may use cuDNN's attention, which the causal kernels build on."""
+    return bool(torch.backends.cuda.cudnn_sdp_enabled())
+
+
 # The rows of a head go to PARTS programs, and the sum of what lies before (or after) each part is
 # known to all of them from a pass before, over one of the two tensors and all parts but one. A warp
 # is as wide as a tile of B rows: each thread has all B of its channels, and no sum leaves its

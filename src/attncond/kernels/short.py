@@ -31,6 +31,13 @@ FORWARD = (64, 64, 4, 3)  # queries and keys at a time, warps, stages
 BACKWARD = (64, 8, 2)  # keys at a time, warps, stages
 _LOG2E = tl.constexpr(1.4426950408889634)
 
+
+@torch.compiler.assume_constant_result
+def is_hopper(index: int | None) -> bool:
+    """The kernels were made for, and measured on, multiprocessors with that much memory."""
+    return torch.cuda.get_device_capability(index)[0] >= 9
+
+
 # Numbers such as the scale are constants of the kernels: the compiler hands floats on as float64.
 
 
