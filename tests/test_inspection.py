@@ -243,6 +243,13 @@ def test_a_class_is_registered_by_its_qualified_name() -> None:
     assert len(ac.inspect(Own())) == 1
 
 
+@pytest.mark.parametrize("given", [(), (read_own,), (nn.Identity(),), (Own, None)])
+def test_only_classes_are_registered(given: tuple[Any, ...]) -> None:
+    # As @ac.register without a class would be: the adapter was taken for one, and forgotten.
+    with pytest.raises(TypeError, match=r"@ac\.register\(MyAttention\)"):
+        ac.register(*given)
+
+
 def test_subclasses_inherit_and_the_nearest_class_decides() -> None:
     ac.register(Own)(read_own)
     assert ac.inspect(Child()).sites[0].layout == "fused qkv, role-major"

@@ -41,6 +41,13 @@ def register(*classes: type[nn.Module] | str) -> Callable[[A], A]:
     >>> len(ac.inspect(MyAttention()).sites)
     1
     """
+    wrong = [cls for cls in classes if not isinstance(cls, type | str)]
+    if wrong or not classes:
+        given = ", ".join(map(repr, wrong)) or "nothing"
+        raise TypeError(
+            "register needs the class of an attention, or its qualified name, such as "
+            f"@ac.register(MyAttention); it was given {given}"
+        )
 
     def add(adapter: A) -> A:
         for cls in classes:
