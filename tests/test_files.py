@@ -1,11 +1,12 @@
-"""Writing a file in one piece: what was there stays until its successor is whole."""
+"""Files in one piece: what was there stays until its successor is whole; and what JSON gave."""
 
 import os
 import stat
 
 import pytest
 
-from attncond.files import write_text
+import attncond as ac
+from attncond.files import unpacking, write_text
 
 
 def names(folder):
@@ -71,3 +72,21 @@ def test_text_that_has_no_bytes_in_utf_8(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_text(tmp_path / "x.json", "\ud800")
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("data", [[], {}, {"schema": "thing/2", "n": 1}])
+def test_what_is_of_another_schema_is_not_taken_apart(data):
+    with (
+        pytest.raises(ac.DiagnosisError, match=r"no thing .* wanted is 'thing/1'"),
+        unpacking(data, "thing/1", "thing"),
+    ):
+        pytest.fail("it was")
+
+
+@pytest.mark.parametrize("n", [None, "x", float("inf")])
+def test_what_cannot_be_taken_apart_is_damaged(n):
+    with (
+        pytest.raises(ac.DiagnosisError, match="the thing is damaged"),
+        unpacking({"schema": "thing/1"}, "thing/1", "thing"),
+    ):
+        int(n)

@@ -6,11 +6,14 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["dumps", "plain", "write_bytes", "write_text"]
+from attncond.errors import DiagnosisError
+
+__all__ = ["dumps", "plain", "unpacking", "write_bytes", "write_text"]
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
@@ -25,6 +28,21 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def unpacking(data: Any, schema: str, what: str) -> Iterator[None]:
+    """Take apart what JSON gave in the block; say so where it is no ``what``, or a damaged one."""
+    found = data.get("schema") if isinstance(data, Mapping) else None
+    if found != schema:
+        raise DiagnosisError(
+            f"this is no {what} that this version of attncond reads: its schema is {found!r}, "
+            f"wanted is {schema!r}"
+        )
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DiagnosisError(f"the {what} is damaged: {error!r}") from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:

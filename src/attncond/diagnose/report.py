@@ -15,7 +15,7 @@ from attncond.diagnose.columns import COLUMNS, IDENTITY, TEXT
 from attncond.diagnose.compare import Comparison, check_report, compare
 from attncond.diagnose.findings import Finding, find
 from attncond.errors import DiagnosisError
-from attncond.files import dumps, write_text
+from attncond.files import dumps, unpacking, write_text
 from attncond.inspection import table
 
 if TYPE_CHECKING:
@@ -161,13 +161,7 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """Undo :meth:`to_dict`."""
-        schema = data.get("schema") if isinstance(data, Mapping) else None
-        if schema != SCHEMA:
-            raise DiagnosisError(
-                f"this is no report that this version of attncond reads: its schema is {schema!r}, "
-                f"wanted is {SCHEMA!r}"
-            )
-        try:
+        with unpacking(data, SCHEMA, "report"):
             rows = tuple(
                 Row(**{**r, "values": {k: _value(k, v) for k, v in r["values"].items()}})
                 for r in data["rows"]
@@ -183,8 +177,6 @@ class Report:
                 for s in data["spectra"]
             )
             return cls(rows, spectra, tuple(data["notes"]), dict(data["info"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DiagnosisError(f"the report is damaged: {error!r}") from error
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report; a file that is there is exchanged in one piece, or stays."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.columns import COLUMNS
 from attncond.errors import DiagnosisError
-from attncond.files import dumps, write_bytes, write_text
+from attncond.files import dumps, unpacking, write_bytes, write_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -117,16 +117,8 @@ class History:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> History:
         """Undo :meth:`to_dict`."""
-        schema = data.get("schema") if isinstance(data, Mapping) else None
-        if schema != SCHEMA:
-            raise DiagnosisError(
-                f"this is no history that this version of attncond reads: its schema is "
-                f"{schema!r}, wanted is {SCHEMA!r}"
-            )
-        try:
+        with unpacking(data, SCHEMA, "history"):
             history = cls(str(data["model"]), [Record.from_dict(r) for r in data["records"]])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DiagnosisError(f"the history is damaged: {error!r}") from error
         steps = [record.step for record in history]
         for before, after in pairwise(steps):
             if after <= before:

@@ -20,7 +20,7 @@ from attncond.diagnose.columns import COLUMNS, TEXT
 from attncond.diagnose.findings import CODES, Finding
 from attncond.diagnose.report import Report, _plain
 from attncond.errors import DiagnosisError
-from attncond.files import write_text
+from attncond.files import unpacking, write_text
 
 __all__ = ["render", "write"]
 
@@ -122,19 +122,11 @@ def _meta(report: Report | None, before: Report | None) -> dict[str, Any]:
 
 def _history(history: History) -> Any:
     data: Any = history.to_dict() if hasattr(history, "to_dict") else history
-    schema = data.get("schema") if isinstance(data, Mapping) else None
-    if schema != HISTORY:
-        raise DiagnosisError(
-            f"this is no history that this version of attncond draws: its schema is {schema!r}, "
-            f"wanted is {HISTORY!r}"
-        )
-    try:
+    with unpacking(data, HISTORY, "history"):
         for record in data["records"]:
             int(record["step"])
             for row in record["rows"]:
                 row["layer"], row["values"].items()
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DiagnosisError(f"the history is damaged: {error!r}") from error
     return _plain(data)
 
 
