@@ -74,3 +74,22 @@ def test_it_goes_on_from_a_checkpoint():
     average = Average(model, 0.9)
     average.load({"weight": torch.full((2, 2), 5.0), "bias": torch.zeros(2)})
     assert (average.tensors["weight"] == 5).all()
+
+
+def test_shared_weights_change_places_once():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    model.add_module("again", model[2])  # a module with two names, as CoaT's encodings
+    moved(model, 1.0)
+    average = Average(model, 0.9)
+    moved(model, 3.0)
+    for _ in range(2):  # two evaluations
+        with average.in_place():
+            assert all((p == 1).all() for p in model.parameters())
+        assert all((p == 3).all() for p in model.parameters())
+    average.update(1)
+    wanted = 2 / 11 * 1.0 + 9 / 11 * 3.0
+    assert average.tensors["0.weight"].flatten().tolist() == pytest.approx([wanted] * 4)
+    other = Average(model, 0.9)
+    other.load(average.tensors)
+    assert all(torch.equal(other.tensors[k], v) for k, v in average.tensors.items())

@@ -29,14 +29,13 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay
-        self.tensors = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        self.tensors = {k: v.clone() for k, v in _each_once(model).items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """After optimizer step number ``step``, which is 1 for the first one."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        now = self.model.state_dict()
-        pairs = [(_own(self.tensors[k]), _own(v.detach())) for k, v in now.items()]
+        pairs = [(_own(self.tensors[k]), _own(v)) for k, v in _each_once(self.model).items()]
         means = [(a, b) for a, b in pairs if a.is_floating_point()]
         get_ema_multi_avg_fn(decay)([a for a, _ in means], [b for _, b in means], step)
         for a, b in pairs:
@@ -59,10 +58,19 @@ class Average:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for name, own in self.model.state_dict().items():
-            held: Tensor = own.detach().clone()
+        for name, own in _each_once(self.model).items():
+            held: Tensor = own.clone()
             own.copy_(self.tensors[name])
             self.tensors[name].copy_(held)
+
+
+def _each_once(model: nn.Module) -> Tensors:
+    """The state dict without the second names of shared tensors, which would change places twice.
+
+    That is, back: the model would train on with its average (CoaT's blocks share their encodings).
+    """
+    named = {id(v): (k, v.detach()) for k, v in reversed(model.state_dict(keep_vars=True).items())}
+    return dict(reversed(named.values()))
 
 
 def _own(tensor: Tensor) -> Tensor:
