@@ -126,11 +126,24 @@ def test_a_teacher_has_to_know_the_images_and_the_classes(tmp_path):
         load_teacher(tmp_path, torch.zeros(1, 1, 16, 16), 10)
 
 
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "deit3_small_patch16_224"])
+def test_a_deit_without_a_head_for_its_teacher_is_refused(name):
+    small = {"model__kwargs": "{embed_dim: 32, depth: 1, num_heads: 2}", "data__image_size": 16}
+    taught = {"train__distill": "hard", "train__teacher": "somewhere"}
+    assert make(config(model__name=name, **small), CLASSES, 3)
+    with pytest.raises(RunError, match=rf"train\.teacher: '{name}' .* has no distillation head"):
+        make(config(model__name=name, **small, **taught), CLASSES, 3)
+    model, _ = make(
+        config(model__name="deit_tiny_distilled_patch16_224", **small, **taught), CLASSES, 3
+    )
+    assert len(model.train()(torch.zeros(1, 3, 16, 16))) == 2
+
+
 def test_a_run_that_diverged_teaches_nothing(tmp_path):
     written(tmp_path)
     values = json.loads((tmp_path / "result.json").read_text())
     (tmp_path / "result.json").write_text(json.dumps({**values, "status": "diverged"}))
-    with pytest.raises(RunError, match=r"the run in .* diverged"):
+    with pytest.raises(RunError, match=r"train\.teacher: the run in .* diverged"):
         load_teacher(tmp_path, torch.zeros(2, 1, 8, 8), 10)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
 from attncond.conditioning import Handle, condition
@@ -21,8 +22,18 @@ __all__ = ["certified", "load_teacher", "load_trained", "make"]
 
 
 def make(config: Config, classes: int, channels: int) -> tuple[nn.Module, list[Handle]]:
-    """The model that a run starts with, conditioned, on the CPU."""
+    """The model that a run starts with, conditioned, on the CPU.
+
+    Raises:
+        RunError: A teacher is given, and the model has no head that would learn from it.
+    """
     model = build(config.model, classes, config.data.image_size, channels)
+    # A name tells little: timm's DeiTs are distilled or not, and DeiT III never is.
+    if config.train.teacher and not isinstance(model, VisionTransformerDistilled):
+        raise RunError(
+            f"train.teacher: '{config.model.name}' (model.name) has no distillation head that "
+            "could learn from it; deit_small32, deit_b and timm's deit_*_distilled_* have one"
+        )
     return model, [condition(model, method) for method in config.conditioners()]
 
 
@@ -60,7 +71,10 @@ def load_teacher(folder: Path, example: Tensor, classes: int) -> nn.Module:
     Raises:
         RunError: There is no finished run, or it has learned other classes or images.
     """
-    model = load_trained(folder)
+    try:
+        model = load_trained(folder)
+    except RunError as error:
+        raise RunError(f"train.teacher: {error}") from error
     try:
         with torch.no_grad():
             found = model(example[:1].cpu()).shape[-1]
