@@ -154,6 +154,6 @@ class Batches:
         if self.count < whole:
             raise DataError(
                 f"{self.count} training images do not fill one batch of {whole}: make "
-                "train.batch_size smaller, or data.limit larger"
+                "train.batch_size or data.validation smaller, or data.limit larger"
             )
         return self.count // whole
