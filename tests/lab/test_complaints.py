@@ -65,6 +65,7 @@ def refused(overrides: dict[str, Any], form: str = "small", recipe: str = "vit-c
         ({"data.augment.crop": "32"}, ["32 pixels of padding for images of 32"]),
         ({"data.augment.randaugment": "strong"}, ["is not written as timm does"]),
         ({"data.augment.randaugment": "rand-m9-strong"}, ["is not written as timm does"]),
+        ({"data.augment.randaugment": "rand-m9-tSolarize"}, ["is not written as timm does"]),
         (
             {"data.augment.mixup": "0.8", "train.batch_size": "255"},
             ["pair the images of a batch, and 255 is odd"],

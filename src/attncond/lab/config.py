@@ -26,8 +26,8 @@ Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-# timm passes over what has no number; -t names the operations.
-_RANDAUGMENT = re.compile(r"rand(-(t[^-]*|[a-z]+\d[^-]*))+")
+# timm passes over what has no number, and over sets of operations (-t) that it does not know.
+_RANDAUGMENT = re.compile(r"rand(-(t(weights|3aw?)|(?!t)[a-z]+\d[^-]*))+")
 
 
 class RecipeError(ConditioningError):
