@@ -44,6 +44,11 @@ def refused(overrides: dict[str, Any], form: str = "small", recipe: str = "vit-c
         ({"model.init": "spectral:roles=qk + mimetic"}, ["model.init: 'mimetic' is no method"]),
         ({"model.kwargs.img_size": "64"}, ["model.kwargs.img_size", "data.image_size"]),
         ({"model.kwargs.drop_path_rate": "0.1"}, ["say model.drop_path"]),
+        ({"model.kwargs.pretrained": "true"}, ["model.kwargs.pretrained", "the seed decides"]),
+        (
+            {"model.name": "vit_tiny_patch16_224", "model.kwargs.checkpoint_path": "vit.pth"},
+            ["model.kwargs.checkpoint_path", "the seed decides every weight"],
+        ),
         ({"model.kwargs.day": "2020-01-01"}, ["model.kwargs: not plain data"]),
         (
             {"schedule.warmup_epochs": "20"},

@@ -207,6 +207,8 @@ _GIVEN = {
     "img_size": "say data.image_size",
     "in_chans": "the data decides it",
     "drop_path_rate": "say model.drop_path",
+    "pretrained": "the seed decides every weight",
+    "checkpoint_path": "the seed decides every weight",
 }
 
 
