@@ -153,6 +153,26 @@ def test_a_broken_image_is_named(tmp_path, workers, content):
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_sixteen_bits_of_grey_are_grey_and_floats_are_named(tmp_path, train):
+    from PIL import Image
+
+    write_folders(tmp_path, 4)
+    odd = tmp_path / ("train" if train else "val") / "n02" / "n02_1.png"
+    data = replace(DATA, augment=Augment())
+    Image.fromarray(np.full((20, 20), 25_700, np.uint16)).save(odd)
+    source = load(data, tmp_path)
+    names = source.train if train else source.test
+    place = next(i for i in range(len(names)) if names.path(i) == odd)
+    images, _ = next(iter(batches(tmp_path, data, train)._stream([[(0, 0, place)]])))
+    assert (images == 100).all()
+    odd.unlink()
+    odd = odd.with_suffix(".tif")
+    Image.fromarray(np.full((20, 20), 0.5, np.float32)).save(odd)
+    with pytest.raises(DataError, match=r"n02_1\.tif cannot be read as an image: nobody knows"):
+        list(batches(tmp_path, data, train, batch_size=4).epoch(0))
+
+
 def test_what_makes_no_sense_is_refused(root):
     with pytest.raises(DataError, match=r"data\.augment\.crop"):
         batches(root, replace(DATA, augment=Augment(crop=4)))

@@ -21,7 +21,7 @@ from attncond.lab.data.source import DataError, Split
 
 __all__ = ["cache_folder", "kept"]
 
-_VERSION = 1  # of what is kept: decode differently, and it is another
+_VERSION = 2  # of what is kept: decode differently, and it is another
 _MOST = 4  # files in memory: two data sets
 _KEPT: dict[str, Split] = {}
 

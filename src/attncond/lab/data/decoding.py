@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from attncond.lab.data.places import required
 from attncond.lab.data.source import DataError
 
-__all__ = ["decoded"]
+__all__ = ["decoded", "in_colour"]
 
 _FORMATS = ("JPEG", "PNG")
 
@@ -31,6 +32,7 @@ def decoded(encoded: Sequence[bytes | None], size: int, where: str) -> Tensor:
                 raise ValueError("it has no bytes")
             image = pil.open(io.BytesIO(each), formats=_FORMATS)
             image.load()
+            picture = in_colour(image)
         # Decoders raise all kinds of errors on damaged images.
         except Exception as error:
             raise DataError(
@@ -42,5 +44,21 @@ def decoded(encoded: Sequence[bytes | None], size: int, where: str) -> Tensor:
             raise DataError(
                 f"{where}, row {row}: the image has {height}x{width} pixels, not {size}x{size}"
             )
-        pixels[row] = image if image.mode == "RGB" else image.convert("RGB")
+        pixels[row] = picture
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+
+def in_colour(image: Any) -> Any:
+    """A Pillow image of any mode in RGB, where Pillow itself would make all above 255 white.
+
+    Raises:
+        ValueError: Its numbers have no known range.
+    """
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda value: value / 256).convert("L")
+    elif image.mode in ("I", "F"):
+        raise ValueError(
+            f"nobody knows which of its numbers is white (Pillow's mode {image.mode}); "
+            "save it with 8 or 16 bits for each"
+        )
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from attncond.lab.data.decoding import in_colour
 from attncond.lab.data.source import DataError, DataSettings, Files
 
 __all__ = ["Stream"]
@@ -91,7 +92,8 @@ class _Images(Dataset[tuple[Tensor, int] | str]):
         path = self.files.path(image)
         try:
             with Image.open(path) as opened:
-                picture = opened.convert("RGB")
+                picture = in_colour(opened)
+                picture.load()
         # Decoders raise all kinds of errors on damaged files. As text, because an error that
         # crosses from a worker arrives with the worker's whole traceback as its message.
         except Exception as error:
