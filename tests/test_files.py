@@ -1,12 +1,13 @@
 """Files in one piece: what was there stays until its successor is whole; and what JSON gave."""
 
+import json
 import os
 import stat
 
 import pytest
 
 import attncond as ac
-from attncond.files import unpacking, write_text
+from attncond.files import dumps, unpacking, write_text
 
 
 def names(folder):
@@ -19,6 +20,12 @@ def test_text_is_written_as_it_is(tmp_path):
     assert write_text(os.fspath(path), "new") == path
     assert path.read_text() == "new"
     assert names(tmp_path) == ["ü.html"]
+
+
+def test_a_name_that_is_no_text_does_not_cost_the_file(tmp_path):
+    name = os.fsdecode(b"caf\xe9")  # as Latin-1 wrote it
+    path = write_text(tmp_path / "result.json", dumps({"note": name}))
+    assert json.loads(path.read_text(encoding="utf-8")) == {"note": name}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs permissions")

@@ -46,8 +46,11 @@ def unpacking(data: Any, schema: str, what: str) -> Iterator[None]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """:func:`write_bytes` of ``text`` as UTF-8."""
-    return write_bytes(path, text.encode())
+    r""":func:`write_bytes` of ``text`` as UTF-8.
+
+    Bytes of a file's name that are none are written as \udce9, which JSON reads as they were.
+    """
+    return write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
