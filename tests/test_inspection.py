@@ -152,6 +152,52 @@ def test_what_is_settled_does_not_make_its_parent_look_like_attention() -> None:
     assert not plan.unsupported
 
 
+def named(cls: str, *names: str) -> nn.Module:
+    """A module with a linear layer under each of some names."""
+    module: nn.Module = type(cls, (nn.Module,), {})()
+    for name in names:
+        setattr(module, name, nn.Linear(4, 4))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (named("Attention", "to_qkv_and_mask", "to_out"), "order of rows in 'to_qkv_and_mask'"),
+        (named("Block", "img_attn_qkv", "txt_attn_qkv"), "order of rows in 'img_attn_qkv'"),
+        (named("Parallel", "to_qkv_mlp_proj", "to_out"), "order of rows in 'to_qkv_mlp_proj'"),
+        (named("Conv", "kqv_lin", "out_lin"), "order of rows in 'kqv_lin'"),
+        (named("Shared", "toqk", "tov"), "order of rows in 'toqk'"),
+        (named("Layer", "linear_kv", "linear_out"), "order of rows in 'linear_kv'"),
+        (named("Block", "fused_attn_ff_proj"), "order of rows in 'fused_attn_ff_proj'"),
+        (named("Layer", "query_projection", "key_projection"), "were not recognised"),
+        (named("Conv", "lin_query", "lin_key"), "were not recognised"),
+        (named("MultiHeadedAttention", "first", "last"), "its class is named as attention"),
+        (named("MultiheadSelfAttention", "weight"), "its class is named as attention"),
+    ],
+)
+def test_what_looks_like_attention_is_reported(module: nn.Module, reason: str) -> None:
+    plan = ac.inspect(nn.Sequential(module))
+    (row,) = plan.unsupported
+    assert reason in row.reason
+    assert not plan.sites
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        named("SelfAttentionOutput", "dense"),
+        named("RwkvSelfAttention", "receptance", "key", "value"),
+        named("Decoder", "query_scale", "query_pos_head"),
+        named("SpatialAttention", "conv"),
+        named("Embeddings", "tok_embeddings"),
+        nn.Module(),
+    ],
+)
+def test_what_only_sounds_like_attention_is_not(module: nn.Module) -> None:
+    assert not ac.inspect(nn.Sequential(module)).unsupported
+
+
 # How it is shown ----------------------------------------------------------------------------------
 
 

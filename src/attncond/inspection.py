@@ -14,14 +14,10 @@ from attncond.adapters import find_adapter, structural
 from attncond.errors import UnsupportedAttentionError
 from attncond.sites import SCRIPTED, Kind, Site, class_name
 
-# Children or parameters that only attention has. `in_proj` is left out: state-space blocks have it.
-_FUSED = re.compile(
-    r"^(to_|w_?|W_?|fused_|in_proj_)?(qkvs?|qkvz|kvs?|qk|query_key_value|q_kv|kv_b?)(_proj|_weight|_conv)?$"
-    r"|^(c_attn|W_pack|qkv_proj|in_proj_weight|att_proj)$"
-)
-_QUERY = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(q|query|queries|Q)(_proj|_lin|_linear)?$")
-_VALUE = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(v|value|values|V)(_proj|_lin|_linear)?$")
-_KEY = re.compile(r"^(to_|w_?|W_?|linear_|fc_|proj_)?(k|key|keys|K)(_proj|_lin|_linear)?$")
+# Fused weights whose names do not say of what. `in_proj` is left out: state-space blocks have it.
+_FUSED = re.compile(r"^(c_attn|W_pack|in_proj_weight|att_proj|fused_attn_\w+)$")
+# A class that says it attends, whatever it calls its weights.
+_ATTENDS = re.compile(r"(MultiHead\w*|Self|Cross|Causal|DotProduct)Attention$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -207,19 +203,25 @@ def _names(module: nn.Module) -> list[str]:
 
 def _looks_like_attention(module: nn.Module, settled: set[str]) -> str | None:
     """What makes a module look like attention, apart from the children that are ``settled``."""
-    names = [n for n in _names(module) if n not in settled]
-    weights = [n for n in names if n not in module._modules or _has_parameters(module._modules[n])]
+    maps = [n for n, m in module._modules.items() if structural.maps(m)]
+    maps += [n for n, p in module._parameters.items() if p is not None and structural.is_map(p)]
+    parts = [n for n in maps if n not in settled]
     known = not isinstance(module, torch.jit.ScriptModule) and find_adapter(module)
     adapter = "its adapter returned None" if known else "no adapter for this class"
-    if fused := [n for n in weights if _FUSED.match(n)]:
+    made = {n: structural.roles(n) for n in parts}
+    if fused := [n for n, roles in made.items() if len(roles) > 1 or _FUSED.match(n)]:
         return f"{adapter}; the order of rows in '{fused[0]}' cannot be guessed"
-    query, key, value = (any(map(p.match, weights)) for p in (_QUERY, _KEY, _VALUE))
+    found = set("".join(made.values()))
     # One of the roles may be missing: learned queries, or keys and values of another layer. That
     # is told from a scoring head or a vector of queries by the class's name alone.
-    half = query or (key and value and "receptance" not in weights)  # which is RWKV's
-    named = not settled and "Attention" in class_name(module).rpartition(".")[2]  # of its own
-    if (query and key) or (half and named):
+    name = class_name(module).rpartition(".")[2]
+    recurrent = "receptance" in parts  # which is RWKV's
+    half = "q" in found or (found >= {"k", "v"} and not recurrent)
+    named = not settled and "Attention" in name  # of its own
+    if found >= {"q", "k"} or (half and named):
         return f"{adapter}; its query, key and value were not recognised"
+    if parts and not settled and _ATTENDS.search(name) and not recurrent:
+        return f"{adapter}; its class is named as attention, but no weight as query, key or value"
     return None
 
 

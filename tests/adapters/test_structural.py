@@ -33,7 +33,17 @@ def attention(
     return module
 
 
-@pytest.mark.parametrize("names", structural.TRIPLES)
+NAMES = (
+    *("{}_proj", "{}", "{}_lin", "linear_{}", "to_{}", "w_{}", "w{}", "W{}", "{}_linear", "fc_{}"),
+    *("proj_{}", "project_{}", "{}_head", "{}_net", "to{}", "w_{}s", "self_attn_{}_proj"),
+)
+TRIPLES = [tuple(name.format(role) for role in "qkv") for name in NAMES]
+WORDS = ("{}", "{}_proj", "{}_projection", "lin_{}", "W_{}", "linear_{}", "{}_layer", "to_{}")
+TRIPLES += [tuple(w.format(role) for role in ("query", "key", "value")) for w in WORDS]
+TRIPLES += [("W_Q", "W_K", "W_V"), ("queries", "keys", "values"), ("toQuery", "toKey", "toValue")]
+
+
+@pytest.mark.parametrize("names", TRIPLES)
 def test_every_triple_of_names(names):
     site = structural.match(attention(names, num_heads=3))
     assert [p.role for p in site.projections] == ["q", "k", "v"]
@@ -66,6 +76,15 @@ def test_grouped_queries():
 def test_values_of_their_own_size():
     site = structural.match(attention(sizes=(12, 12, 30), num_heads=3))
     assert site.projection("v").rows.shape == (3, 10)
+
+
+def test_norms_of_queries_and_keys_are_no_attention():
+    norms = nn.Module()
+    norms.query_norm, norms.key_norm, norms.value_norm = (nn.LayerNorm(4) for _ in range(3))
+    norms.q_drop, norms.k_drop, norms.v_drop = (nn.Dropout() for _ in range(3))
+    plan = inspect(nn.Sequential(norms))
+    assert not plan.sites
+    assert not plan.unsupported
 
 
 @pytest.mark.parametrize(

@@ -7,33 +7,32 @@ shape tells their order, and a guess would condition the wrong rows in silence.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import Kind, Site, class_name, raw_parameter, separate, weight_of
+from attncond.sites import Kind, Role, Site, class_name, raw_parameter, separate, weight_of
 
-TRIPLES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q", "k", "v"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("linear_q", "linear_k", "linear_v"),
-    ("query_proj", "key_proj", "value_proj"),
-    ("to_q", "to_k", "to_v"),
-    ("w_q", "w_k", "w_v"),
-    ("wq", "wk", "wv"),
-    ("W_q", "W_k", "W_v"),
-    ("Wq", "Wk", "Wv"),
-    ("W_Q", "W_K", "W_V"),
-    ("q_linear", "k_linear", "v_linear"),
-    ("fc_q", "fc_k", "fc_v"),
-    ("proj_q", "proj_k", "proj_v"),
-    ("project_q", "project_k", "project_v"),
-    ("q_head", "k_head", "v_head"),
+# Which of the three a word of a name stands for: "q_proj", "lin_query", "W_query", "tov", "w_qs".
+_ROLE_WORDS: tuple[tuple[Role, re.Pattern[str]], ...] = (
+    ("q", re.compile(r"^(to|w)?(qs?|query|queries)$")),
+    ("k", re.compile(r"^w?(ks?|keys?)$|^tokeys?$")),
+    ("v", re.compile(r"^(to|w)?(vs?|values?)$")),
 )
+_FUSED_WORD = re.compile(r"^(?:to|w)?([qkv]{2,3})[sz]?$")
+# The word for the query in a name, with those for key and value that go with it.
+_QUERY = re.compile(r"(?<![A-Za-z])([tT]o|[wW])?(query|queries|Query|qs|q|Q)(?![A-Za-z])")
+_PARTNERS = {
+    "q": ("k", "v"),
+    "Q": ("K", "V"),
+    "qs": ("ks", "vs"),
+    "query": ("key", "value"),
+    "Query": ("Key", "Value"),
+    "queries": ("keys", "values"),
+}
 _HEADS = (
     "num_heads",
     "num_attention_heads",
@@ -81,15 +80,62 @@ def heads_of(module: nn.Module) -> int | None:
     return _attribute((module, getattr(module, "config", None)), _HEADS)
 
 
+def roles(name: str) -> str:
+    """Which of Q, K and V the words of a name say that it makes.
+
+    >>> roles("add_k_proj"), roles("to_qkv_mlp"), roles("query_key_value"), roles("out_proj")
+    ('k', 'qkv', 'qkv', '')
+    """
+    found = ""
+    for word in name.lower().split("_"):
+        if fused := _FUSED_WORD.match(word):
+            found += fused[1]
+        found += "".join(role for role, words in _ROLE_WORDS if words.match(word))
+    return "".join(role for role in "qkv" if role in found)
+
+
+def maps(child: nn.Module | None) -> bool:
+    """Whether a child holds a linear map, also one whose weight is packed, flat or elsewhere.
+
+    A norm of queries or keys has their name, and none.
+    """
+    return child is not None and any(
+        hasattr(m, "out_features")
+        or hasattr(m, "out_channels")
+        or any(is_map(p) for p in m._parameters.values() if p is not None)
+        for m in child.modules()
+    )
+
+
+def is_map(parameter: Tensor) -> bool:
+    """Whether a parameter can be a matrix; one without a shape yet can."""
+    lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+    return lazy or parameter.ndim != 1
+
+
+def triples(names: Collection[str]) -> list[tuple[str, str, str]]:
+    """The names that differ in the word for query, key and value alone, whatever stands around it.
+
+    >>> triples(["to_q", "to_k", "to_v", "lin_query", "lin_key", "lin_value", "to_out"])
+    [('to_q', 'to_k', 'to_v'), ('lin_query', 'lin_key', 'lin_value')]
+    """
+    found = []
+    for name in names:
+        for word in _QUERY.finditer(name):
+            before, after = name[: word.start(2)], name[word.end(2) :]
+            key, value = (f"{before}{other}{after}" for other in _PARTNERS[word[2]])
+            if key in names and value in names:
+                found.append((name, key, value))
+    return found
+
+
 def match(module: nn.Module) -> Site | None:
     """The site of a module with a weight for each of Q, K and V, or None."""
     if any(_LATENT.match(name) for name in module._modules):
         raise UnsupportedAttentionError(LATENT)
-    for names in TRIPLES:
-        children = [module._modules.get(n) for n in names]
-        q, k, v = children
-        if q is None or k is None or v is None:
-            continue
+    children = {n: m for n, m in module._modules.items() if m is not None}
+    for names in triples([n for n, m in children.items() if maps(m)]):
+        q, k, v = (children[n] for n in names)
         if {"conv1d", "q_conv1d"} & module._modules.keys():
             raise UnsupportedAttentionError(RECURRENT)
         if any(_CONVOLUTION.match(name) for name in module._modules):
