@@ -135,6 +135,7 @@ def inspect(model: nn.Module) -> Plan:
     sites: list[Site] = []
     unsupported: list[Unsupported] = []
     covered: list[str] = []  # prefixes of modules that are settled, one way or the other
+    named: list[str] = []  # those of them that were known by names, so that nobody read the rest
 
     for path, module in model.named_modules():
         try:
@@ -155,11 +156,14 @@ def inspect(model: nn.Module) -> Plan:
                 replace(site, module=module, path=path, projections=projections, kind=kind)
             )
         covered.append(path)
+        if find_adapter(module) is None:
+            named.append(path)
 
     for path, module in model.named_modules():
-        if any(c in ("", path) or path.startswith(f"{c}.") for c in covered):
+        if path in covered or any(_below(path, c) for c in covered if c not in named):
             continue
-        if reason := _looks_like_attention(module, _holding(path, covered)):
+        inside = any(_below(path, c) for c in named)
+        if reason := _looks_like_attention(module, _holding(path, covered), inside):
             if isinstance(module, torch.jit.ScriptModule):
                 reason = SCRIPTED
             unsupported.append(_unsupported(path, module, reason))
@@ -189,6 +193,11 @@ def _kind_by_parent(model: nn.Module, path: str) -> Kind | None:
     return "cross" if "CrossAttention" in parent else None
 
 
+def _below(path: str, other: str) -> bool:
+    """Whether a module is a part of another."""
+    return not other or path.startswith(f"{other}.")
+
+
 def _holding(path: str, covered: list[str]) -> set[str]:
     """The children of a module that hold, or are, one that is settled already."""
     prefix = f"{path}." if path else ""
@@ -201,8 +210,11 @@ def _names(module: nn.Module) -> list[str]:
     ]
 
 
-def _looks_like_attention(module: nn.Module, settled: set[str]) -> str | None:
-    """What makes a module look like attention, apart from the children that are ``settled``."""
+def _looks_like_attention(module: nn.Module, settled: set[str], inside: bool) -> str | None:
+    """What makes a module look like attention, apart from the children that are ``settled``.
+
+    ``inside``: it is a part of one, as diffusers' processors are.
+    """
     maps = [n for n, m in module._modules.items() if structural.maps(m)]
     maps += [n for n, p in module._parameters.items() if p is not None and structural.is_map(p)]
     parts = [n for n in maps if n not in settled]
@@ -218,6 +230,7 @@ def _looks_like_attention(module: nn.Module, settled: set[str]) -> str | None:
     recurrent = "receptance" in parts  # which is RWKV's
     half = "q" in found or (found >= {"k", "v"} and not recurrent)
     named = not settled and "Attention" in name  # of its own
+    named = named or (inside and len(found) > 1)
     if found >= {"q", "k"} or (half and named):
         return f"{adapter}; its query, key and value were not recognised"
     if parts and not settled and _ATTENDS.search(name) and not recurrent:

@@ -78,6 +78,28 @@ def test_values_of_their_own_size():
     assert site.projection("v").rows.shape == (3, 10)
 
 
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        (("add_q_proj", "add_k_proj", "add_v_proj"), "add_q_proj, add_k_proj, add_v_proj"),
+        (("to_k_ip", "to_v_ip"), "to_k_ip, to_v_ip"),
+        (("to_qkv",), "to_qkv"),  # of diffusers' fuse_projections, which leaves the three unread
+    ],
+)
+def test_a_second_set_of_projections_is_not_passed_over(others, named):
+    module = attention(("to_q", "to_k", "to_v"), num_heads=3, children=others)
+    (row,) = inspect(nn.Sequential(module)).unsupported
+    assert row.reason.startswith(f"has {named} beside to_q, to_k, to_v;")
+
+
+def test_norms_and_single_weights_beside_the_three_make_no_second_set():
+    module = attention(num_heads=3, children=("relative_k_proj", "out_proj"))
+    for name in ("q_norm", "k_norm", "v_norm", "query_norm", "kv_norm"):
+        setattr(module, name, nn.LayerNorm(4))
+    (site,) = inspect(nn.Sequential(module)).sites
+    assert [p.path for p in site.projections] == ["0.q_proj", "0.k_proj", "0.v_proj"]
+
+
 def test_norms_of_queries_and_keys_are_no_attention():
     norms = nn.Module()
     norms.query_norm, norms.key_norm, norms.value_norm = (nn.LayerNorm(4) for _ in range(3))

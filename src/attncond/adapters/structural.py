@@ -140,6 +140,11 @@ def match(module: nn.Module) -> Site | None:
             raise UnsupportedAttentionError(RECURRENT)
         if any(_CONVOLUTION.match(name) for name in module._modules):
             raise UnsupportedAttentionError(CONVOLVED)
+        if more := _beside(children, names):
+            raise UnsupportedAttentionError(
+                f"has {', '.join(more)} beside {', '.join(names)}; an adapter has to tell "
+                "which of them attend, and to what"
+            )
         sizes = [row_count(child) for child in (q, k, v)]
         heads = _count(module, names[0], sizes[0])
         width = sizes[0] // heads
@@ -150,6 +155,18 @@ def match(module: nn.Module) -> Site | None:
         site = separate(q, k, v, heads=heads, kv_heads=sizes[1] // width)
         return replace(site, kind=_kind(module, site))
     return None
+
+
+def _beside(children: dict[str, nn.Module], taken: tuple[str, ...]) -> list[str]:
+    """Other maps whose names say that they make queries, keys and values, if these are a set.
+
+    A second stream of tokens has such a set, and so has a fused weight that replaces the three.
+    """
+    more = {n: roles(n) for n, m in children.items() if n not in taken and maps(m)}
+    fused = any(len(r) > 1 for r in more.values())
+    return (
+        [n for n, r in more.items() if r] if fused or len(set("".join(more.values()))) > 1 else []
+    )
 
 
 def _count(module: nn.Module, name: str, size: int) -> int:
