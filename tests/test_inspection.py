@@ -172,6 +172,7 @@ def named(cls: str, *names: str) -> nn.Module:
         (named("Block", "fused_attn_ff_proj"), "order of rows in 'fused_attn_ff_proj'"),
         (named("Layer", "query_projection", "key_projection"), "were not recognised"),
         (named("Conv", "lin_query", "lin_key"), "were not recognised"),
+        (named("ReusedAttention", "to_v", "to_out"), "were not recognised"),
         (named("MultiHeadedAttention", "first", "last"), "its class is named as attention"),
         (named("MultiheadSelfAttention", "weight"), "its class is named as attention"),
     ],

@@ -224,14 +224,12 @@ def _looks_like_attention(module: nn.Module, settled: set[str], inside: bool) ->
     if fused := [n for n, roles in made.items() if len(roles) > 1 or _FUSED.match(n)]:
         return f"{adapter}; the order of rows in '{fused[0]}' cannot be guessed"
     found = set("".join(made.values()))
-    # One of the roles may be missing: learned queries, or keys and values of another layer. That
-    # is told from a scoring head or a vector of queries by the class's name alone.
+    # Roles may be missing: learned queries, keys or the whole matrix of another layer. That is told
+    # from a scoring head or a vector of queries by the class's name alone.
     name = class_name(module).rpartition(".")[2]
     recurrent = "receptance" in parts  # which is RWKV's
-    half = "q" in found or (found >= {"k", "v"} and not recurrent)
-    named = not settled and "Attention" in name  # of its own
-    named = named or (inside and len(found) > 1)
-    if found >= {"q", "k"} or (half and named):
+    named = not settled and "Attention" in name and not recurrent  # of its own
+    if found >= {"q", "k"} or (found and named) or (inside and len(found) > 1):
         return f"{adapter}; its query, key and value were not recognised"
     if parts and not settled and _ATTENDS.search(name) and not recurrent:
         return f"{adapter}; its class is named as attention, but no weight as query, key or value"

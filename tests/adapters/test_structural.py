@@ -96,6 +96,7 @@ def test_norms_and_single_weights_beside_the_three_make_no_second_set():
     module = attention(num_heads=3, children=("relative_k_proj", "out_proj"))
     for name in ("q_norm", "k_norm", "v_norm", "query_norm", "kv_norm"):
         setattr(module, name, nn.LayerNorm(4))
+    module.k_norm.weight = nn.Parameter(torch.ones(3, 1, 4))  # one for each head
     (site,) = inspect(nn.Sequential(module)).sites
     assert [p.path for p in site.projections] == ["0.q_proj", "0.k_proj", "0.v_proj"]
 

@@ -19,7 +19,7 @@ from attncond.sites import Kind, Role, Site, class_name, raw_parameter, separate
 # Which of the three a word of a name stands for: "q_proj", "lin_query", "W_query", "tov", "w_qs".
 _ROLE_WORDS: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("q", re.compile(r"^(to|w)?(qs?|query|queries)$")),
-    ("k", re.compile(r"^w?(ks?|keys?)$|^tokeys?$")),
+    ("k", re.compile(r"^(to|w)?(ks?|keys?)$")),
     ("v", re.compile(r"^(to|w)?(vs?|values?)$")),
 )
 _FUSED_WORD = re.compile(r"^(?:to|w)?([qkv]{2,3})[sz]?$")
@@ -86,11 +86,13 @@ def roles(name: str) -> str:
     >>> roles("add_k_proj"), roles("to_qkv_mlp"), roles("query_key_value"), roles("out_proj")
     ('k', 'qkv', 'qkv', '')
     """
-    found = ""
-    for word in name.lower().split("_"):
+    found, words = "", name.lower().split("_")
+    if any("norm" in word for word in words):  # with weights of any shape
+        return ""
+    for word in words:
         if fused := _FUSED_WORD.match(word):
             found += fused[1]
-        found += "".join(role for role, words in _ROLE_WORDS if words.match(word))
+        found += "".join(role for role, pattern in _ROLE_WORDS if pattern.match(word))
     return "".join(role for role in "qkv" if role in found)
 
 
@@ -134,7 +136,7 @@ def match(module: nn.Module) -> Site | None:
     if any(_LATENT.match(name) for name in module._modules):
         raise UnsupportedAttentionError(LATENT)
     children = {n: m for n, m in module._modules.items() if m is not None}
-    for names in triples([n for n, m in children.items() if maps(m)]):
+    for names in triples([n for n, m in children.items() if roles(n) and maps(m)]):
         q, k, v = (children[n] for n in names)
         if {"conv1d", "q_conv1d"} & module._modules.keys():
             raise UnsupportedAttentionError(RECURRENT)
