@@ -156,7 +156,7 @@ def named(cls: str, *names: str) -> nn.Module:
     """A module with a linear layer under each of some names."""
     module: nn.Module = type(cls, (nn.Module,), {})()
     for name in names:
-        setattr(module, name, nn.Linear(4, 4))
+        setattr(module, name, nn.Linear(4, 12))
     return module
 
 
@@ -227,9 +227,47 @@ def test_a_plan_is_printed_as_a_table() -> None:
     starts = {line.index(word) for line, word in ((lines[2], "kind"), (lines[5], "cross"))}
     assert len(starts) == 1
     text = "\n".join(lines[6:])
-    for word in ("not supported:", "Own", "qkv", "cannot be guessed", "@ac.register(TheClass)"):
+    own = '@ac.register("test_inspection.Own")'
+    for word in ("not supported:", "Own", "qkv", "cannot be guessed", own):
         assert word in text
     assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("to_kqv",), 'ac.fused(module.to_kqv, "kqv", {})'),
+        (
+            ("q", "kv"),
+            'ac.join(ac.separate(module.q, None, None, {}), ac.fused(module.kv, "kv", {}))',
+        ),
+        (("query", "key"), "ac.separate(module.query, module.key, None, {})"),
+        (
+            ("to_q", "to_k", "to_v", "add_q", "add_k", "add_v"),
+            "ac.separate(module.to_q, module.to_k, module.to_v, {}), "
+            "ac.separate(module.add_q, module.add_k, module.add_v, {})",
+        ),
+    ],
+)
+def test_the_lines_to_register_have_the_names_of_the_class(
+    names: tuple[str, ...], expected: str
+) -> None:
+    module = named("CrossAttention", *names, "to_out")
+    module.num_heads = 2
+    lines = str(ac.inspect(module)).splitlines()
+    start = lines.index('    @ac.register("test_inspection.CrossAttention")')
+    expected = expected.replace("{}", "heads=module.num_heads")
+    assert lines[start + 2] == f"        return {expected}"
+    scope: dict[str, Any] = {"ac": ac}
+    exec("\n".join(line[4:] for line in lines[start : start + 3]), scope)  # they work as they are
+    assert ac.inspect(module).sites
+
+
+def test_the_lines_to_register_a_parameter_of_the_module() -> None:
+    module = named("Attention")
+    module.num_heads, module.in_proj_weight = 2, nn.Parameter(torch.zeros(12, 4))
+    text = str(ac.inspect(module))
+    assert 'ac.fused(module, "qkv", heads=module.num_heads, name="in_proj_weight")' in text
 
 
 def test_a_table_is_as_wide_as_its_widest_cell() -> None:

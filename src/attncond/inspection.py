@@ -16,6 +16,7 @@ from attncond.sites import SCRIPTED, Kind, Site, class_name
 
 # Fused weights whose names do not say of what. `in_proj` is left out: state-space blocks have it.
 _FUSED = re.compile(r"^(c_attn|W_pack|in_proj_weight|att_proj|fused_attn_\w+)$")
+_SO_MANY = "heads=module.num_heads"
 # A class that says it attends, whatever it calls its weights.
 _ATTENDS = re.compile(r"(MultiHead\w*|Self|Cross|Causal|DotProduct)Attention$", re.IGNORECASE)
 
@@ -111,13 +112,36 @@ def unsupported_table(rows: tuple[Unsupported, ...], advice: bool = True) -> str
     text = "not supported:\n" + table(("path", "class", "parameters", "reason"), body)
     if not advice:
         return text
-    return text + (
-        "\n\nTo support a class, tell attncond where its Q, K and V are:\n\n"
-        "    @ac.register(TheClass)\n"
-        "    def adapter(module):\n"
-        '        return ac.fused(module.qkv, "qkv", heads=module.num_heads)\n'
-        "        # or ac.separate(module.q, module.k, module.v, heads=module.num_heads)\n"
-    )
+    return f"{text}\n\n{_how_to_register(rows[0])}"
+
+
+def _how_to_register(row: Unsupported) -> str:
+    """The lines that would support a class, with its own names as far as they are known."""
+    made = {n: "qkv" if _FUSED.match(n) else structural.roles(n) for n in row.parameters}
+    sets = [
+        f"ac.separate(module.{q}, module.{k}, module.{v}, {_SO_MANY})"
+        for q, k, v in structural.triples(made)
+    ]
+    if not sets:
+        single = {r: f"module.{n}" for n, r in reversed(made.items()) if len(r) == 1}
+        given = ", ".join(single.get(r, "None") for r in "qkv")
+        sets = [f"ac.separate({given}, {_SO_MANY})"] if single else []
+        for name, roles in made.items():
+            if len(roles) > 1 and name.endswith("_weight"):  # a parameter of the module's own
+                sets.append(f'ac.fused(module, "{roles}", {_SO_MANY}, name="{name}")')
+            elif len(roles) > 1:
+                sets.append(f'ac.fused(module.{name}, "{roles}", {_SO_MANY})')
+        sets = [f"ac.join({', '.join(sets)})"] if len(sets) > 1 else sets
+    given = ", ".join(sets) or f"ac.separate(module.q, module.k, module.v, {_SO_MANY})"
+    return f"""To support a class, tell attncond where its Q, K and V are:
+
+    @ac.register("{row.cls}")
+    def adapter(module):
+        return {given}
+
+This is made from names. The forward tells whether each of them is a matrix times the input, whether
+the rows of a fused weight are in this order, role after role, or head after head (head_major=True),
+and what the class calls its heads. docs/adapters.md has more."""
 
 
 def inspect(model: nn.Module) -> Plan:

@@ -81,7 +81,7 @@ def heads_of(module: nn.Module) -> int | None:
 
 
 def roles(name: str) -> str:
-    """Which of Q, K and V the words of a name say that it makes.
+    """Which of Q, K and V the words of a name say that it makes, in the order of the words.
 
     >>> roles("add_k_proj"), roles("to_qkv_mlp"), roles("query_key_value"), roles("out_proj")
     ('k', 'qkv', 'qkv', '')
@@ -93,7 +93,7 @@ def roles(name: str) -> str:
         if fused := _FUSED_WORD.match(word):
             found += fused[1]
         found += "".join(role for role, pattern in _ROLE_WORDS if pattern.match(word))
-    return "".join(role for role in "qkv" if role in found)
+    return "".join(dict.fromkeys(found))
 
 
 def maps(child: nn.Module | None) -> bool:
