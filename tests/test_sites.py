@@ -244,6 +244,10 @@ def scripted() -> nn.Module:
         (parametrised, r"'weight' of \S*Linear is not a plain Parameter"),
         (bare, "is not a plain Parameter"),
         (no_weight, "is not a plain Parameter"),
+        (
+            lambda: nn.Sequential(nn.Linear(6, 24), nn.LayerNorm(24)),
+            r"Sequential has no 'weight' of its own, but holds layers that have \(0, 1\)",
+        ),
         (lambda: LoraLinear(bare()), "is not a plain Parameter"),
         (lambda: nn.Linear(6, 24).weight, "the layer that holds the weight is wanted"),
     ],

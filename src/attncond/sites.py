@@ -137,6 +137,11 @@ def raw_parameter(owner: nn.Module, name: str) -> Tensor:
     return parameter
 
 
+def _layers_with(owner: nn.Module, name: str) -> list[str]:
+    """The modules inside of ``owner`` that have a parameter of that name."""
+    return [path for path, m in owner.named_modules() if m._parameters.get(name) is not None]
+
+
 def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
     """Resolve wrappers, check that the weight is a matrix, and return (owner, output axis)."""
     while isinstance(base := getattr(owner, "base_layer", None), nn.Module):  # peft keeps W there
@@ -146,6 +151,11 @@ def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
     if not isinstance(owner, nn.Module):
         raise UnsupportedAttentionError(
             f"the layer that holds the weight is wanted, such as an nn.Linear, not {type(owner)}"
+        )
+    if name not in owner._parameters and (inner := _layers_with(owner, name)):
+        raise UnsupportedAttentionError(
+            f"{class_name(owner)} has no '{name}' of its own, but holds layers that have "
+            f"({', '.join(inner)}); if the projection is one of them alone, an adapter can name it"
         )
     weight = raw_parameter(owner, name)
     if any(size != 1 for size in weight.shape[2:]):
