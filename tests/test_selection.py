@@ -227,6 +227,20 @@ def test_what_an_adapter_says_of_heads(reason):
     ac.condition(Opaque(), ac.Spectral())
 
 
+@pytest.mark.parametrize("method", [ac.Spectral(), ac.Precondition(), ac.RemoveGap()])
+def test_a_model_of_which_nothing_is_known_is_told_what_was_found(method):
+    class Unknown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(4, 12)
+
+    for skip in (False, True):
+        with pytest.raises(ac.UnsupportedAttentionError) as caught:
+            ac.condition(nn.Sequential(Unknown()), method, skip_unsupported=skip)
+        assert "order of rows in 'qkv'" in str(caught.value)
+        assert "@ac.register" in str(caught.value)
+
+
 @HEADS
 def test_models_without_attention_have_no_heads(method):
     with pytest.raises(ac.UnsupportedAttentionError, match="no attention was found"):

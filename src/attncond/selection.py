@@ -21,11 +21,13 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_plan(model: nn.Module, plan: Plan, skip_unsupported: bool) -> None:
     """Refuse a model without attention, or with some that no adapter reads."""
-    if plan.unsupported and not skip_unsupported:
+    if plan.unsupported and not (skip_unsupported and plan.sites):
+        others = (
+            "skip_unsupported=True leaves them as they are" if plan.sites else "there is no other"
+        )
         raise UnsupportedAttentionError(
             f"{len(plan.unsupported)} attention modules of {type(model).__name__} are not "
-            "supported (skip_unsupported=True leaves them as they are).\n\n"
-            + unsupported_table(plan.unsupported)
+            f"supported ({others}).\n\n" + unsupported_table(plan.unsupported)
         )
     if not plan.sites:
         raise UnsupportedAttentionError(
@@ -44,6 +46,7 @@ def select_heads(
         if (reason := _unreachable(site, plan, method))
     ]
     paths = {u.path for u in unread}
+    unknown = bool(plan.unsupported)
     plan = Plan(
         tuple(site for site in plan.sites if site.path not in paths),
         plan.unsupported + tuple(unread),
@@ -53,7 +56,7 @@ def select_heads(
         raise UnsupportedAttentionError(
             f"{name} cannot reach {len(plan.unsupported)} attention modules of "
             f"{type(model).__name__} (skip_unsupported=True leaves them as they are, if there are "
-            "others).\n\n" + unsupported_table(plan.unsupported, advice=False)
+            "others).\n\n" + unsupported_table(plan.unsupported, advice=unknown)
         )
     check_plan(model, plan, skip_unsupported)
     return list(plan.sites)
