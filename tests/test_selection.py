@@ -242,6 +242,22 @@ def test_a_model_of_which_nothing_is_known_is_told_what_was_found(method):
 
 
 @HEADS
+@pytest.mark.parametrize("prefix", ["", "0."])
+def test_an_attention_with_an_unsupported_part_has_no_heads_to_condition(method, prefix):
+    attention = nn.Module()
+    attention.heads, attention.processor = 2, nn.Module()
+    attention.to_q, attention.to_k, attention.to_v = (nn.Linear(4, 4) for _ in "qkv")
+    attention.processor.to_k_ip, attention.processor.to_v_ip = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.ModuleList([attention, nn.MultiheadAttention(4, 2)]) if prefix else attention
+    with pytest.raises(ac.UnsupportedAttentionError, match="a part of it is not supported"):
+        ac.condition(model, method)
+    if prefix:
+        handle = ac.condition(model, method, skip_unsupported=True)
+        assert [site.path for site in handle._heads] == ["1"]
+    assert ac.condition(model, ac.Spectral(), skip_unsupported=True).certificates()
+
+
+@HEADS
 def test_models_without_attention_have_no_heads(method):
     with pytest.raises(ac.UnsupportedAttentionError, match="no attention was found"):
         ac.condition(nn.Linear(3, 3), method)

@@ -77,6 +77,9 @@ def _unreachable(site: Site, plan: Plan, method: HeadMethod) -> str:
         )
     if any(o.module is not site.module and o.module in site.module.modules() for o in plan.sites):
         return "it holds another attention, whose heads could not be told from its own"
+    inside = f"{site.path}." if site.path else ""
+    if any(u.path != site.path and u.path.startswith(inside) for u in plan.unsupported):
+        return "a part of it is not supported, whose attention could not be told from its own"
     return own_kernel(site.module)
 
 
