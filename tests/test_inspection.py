@@ -199,9 +199,12 @@ def test_what_only_sounds_like_attention_is_not(module: nn.Module) -> None:
     assert not ac.inspect(nn.Sequential(module)).unsupported
 
 
-def test_weights_in_a_part_of_an_attention_known_by_names_are_reported() -> None:
+@pytest.mark.parametrize("registered", [False, True])
+def test_weights_in_a_part_of_an_attention_are_reported(registered: bool) -> None:
     attention = named("Attention", "to_q", "to_k", "to_v")
     attention.heads = 2
+    if registered:
+        ac.register(type(attention))(lambda m: ac.separate(m.to_q, m.to_k, m.to_v, heads=2))
     attention.processor = named("Processor", "to_k_ip", "to_v_ip")
     for model, prefix in ((attention, ""), (nn.Sequential(attention), "0.")):
         plan = ac.inspect(model)

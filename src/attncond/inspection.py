@@ -159,7 +159,7 @@ def inspect(model: nn.Module) -> Plan:
     sites: list[Site] = []
     unsupported: list[Unsupported] = []
     covered: list[str] = []  # prefixes of modules that are settled, one way or the other
-    named: list[str] = []  # those of them that were known by names, so that nobody read the rest
+    attending: list[str] = []  # those of them with sites; other parts of them may attend, too
 
     for path, module in model.named_modules():
         try:
@@ -180,13 +180,13 @@ def inspect(model: nn.Module) -> Plan:
                 replace(site, module=module, path=path, projections=projections, kind=kind)
             )
         covered.append(path)
-        if find_adapter(module) is None:
-            named.append(path)
+        if found:
+            attending.append(path)
 
     for path, module in model.named_modules():
-        if path in covered or any(_below(path, c) for c in covered if c not in named):
+        if path in covered or any(_below(path, c) for c in covered if c not in attending):
             continue
-        inside = any(_below(path, c) for c in named)
+        inside = any(_below(path, c) for c in attending)
         if reason := _looks_like_attention(module, _holding(path, covered), inside):
             if isinstance(module, torch.jit.ScriptModule):
                 reason = SCRIPTED
