@@ -79,7 +79,8 @@ class Interception(Recognition):
                 "conditioned there. attncond sees scaled_dot_product_attention and softmax "
                 "attention written with matmul, bmm or einsum; kernels of other packages "
                 "(flash_attn, xformers, FlexAttention) hide it: choose another implementation, "
-                "e.g. attn_implementation='sdpa' in transformers."
+                "e.g. attn_implementation='sdpa' in transformers. Linear attention has no softmax, "
+                "and nothing to condition."
             )
 
     def _act(self) -> None:
