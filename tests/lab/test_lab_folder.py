@@ -3,7 +3,9 @@
 import errno
 import json
 import math
+import os
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 
@@ -150,6 +152,35 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         RunFolder(tmp_path / "file" / "run"),
     ):
         pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_workers_of_a_killed_run_do_not_keep_its_folder(tmp_path):
+    answer, question = os.pipe()
+    run, same = RunFolder(tmp_path), RunFolder(tmp_path)
+    run.__enter__()
+    worker = os.fork()
+    if not worker:
+        os.close(question)
+        os.read(answer, 1)  # until the test ends
+        os._exit(0)
+    os.close(answer)
+    try:
+        with pytest.raises(RunError, match="another process is training"), same:
+            pass
+        run._lock.close()  # as the system does for who is killed
+        deadline = time.monotonic() + 30  # for the worker's start
+        while True:
+            try:
+                with same:
+                    break
+            except RunError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        os.close(question)
+        os.waitpid(worker, 0)
 
 
 def test_a_drive_without_locks_is_not_taken_for_one_in_use(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ _OWN = ("metrics.jsonl", "history.jsonl", "result.json", "model.safetensors", "c
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
 # What may change when a run goes on: nothing that is computed depends on it.
 _FREE = ("train.checkpoint_every", "data.workers")
+_LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()  # that this process holds
 
 
 class RunError(ConditioningError):
@@ -99,6 +101,7 @@ class RunFolder:
                 f"another process is training in {self.path}; wait for it, or choose another "
                 "folder with --out"
             )
+        _LOCKS.add(self._lock)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,6 +199,19 @@ class RunFolder:
                 f"{self._metrics} cannot be written: {error.strerror}. Make room, and the same "
                 "command goes on"
             ) from error
+
+
+def _unshare() -> None:
+    """Close what a forked process, which decodes images for one, has of its parent's locks.
+
+    It outlives a parent that is killed by seconds, and would keep the folder locked for them.
+    """
+    for lock in _LOCKS:
+        lock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unshare)
 
 
 def taken(file: IO[str], shared: bool = False) -> bool | None:
