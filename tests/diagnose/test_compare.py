@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -88,3 +89,10 @@ def test_the_median_of_an_even_number_lies_between_the_middle_two():
     assert found.summary().splitlines()[2].split() == ["q_kappa", "51", "2.5"]
     found = report(100.0, 2.0).compare(report(1.5, math.inf))
     assert found.summary().splitlines()[2].split() == ["q_kappa", "51", "inf"]
+
+
+def test_without_pandas_its_own_table_is_named(monkeypatch):
+    report = ac.diagnose(torch.nn.TransformerEncoderLayer(16, 2))
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"^comparison\.frame .*attncond\[report\].*changes"):
+        _ = report.compare(report).frame

@@ -56,11 +56,12 @@ class Comparison:
     @property
     def frame(self) -> DataFrame:
         """One row for each number: layer, path, call, head, metric, before, after, difference."""
-        from attncond.diagnose.report import _pandas
+        from attncond.diagnose.report import pandas_for
 
         names = ("layer", "path", "call", "head", "metric", "before", "after")
         rows = [{n: getattr(c, n) for n in (*names, "difference", "ratio")} for c in self.changes]
-        frame: DataFrame = _pandas().DataFrame(rows, columns=[*names, "difference", "ratio"])
+        pandas = pandas_for("comparison.frame", "comparison.changes")
+        frame: DataFrame = pandas.DataFrame(rows, columns=[*names, "difference", "ratio"])
         return frame.astype({"head": "Int64"})
 
     def of(self, metric: str, head: int | None = None) -> tuple[Change, ...]:

@@ -91,7 +91,7 @@ class Report:
     @property
     def frame(self) -> DataFrame:
         """One row for each head of each attention, and one with ``head`` missing for all of it."""
-        pandas = _pandas()
+        pandas = pandas_for("report.frame", "report.rows")
         rows = [{k: getattr(row, k) for k in IDENTITY} | dict(row.values) for row in self.rows]
         frame: DataFrame = pandas.DataFrame(rows, columns=list(COLUMNS))
         numbers = [c for c in COLUMNS if c not in TEXT and c not in IDENTITY]
@@ -212,13 +212,14 @@ class Report:
             raise DiagnosisError(f"{name}: {error}") from error
 
 
-def _pandas() -> Any:
+def pandas_for(table: str, numbers: str) -> Any:
+    """pandas, or what to install for a table, and where its ``numbers`` are without it."""
     try:
         import pandas
     except ImportError as error:
         raise ImportError(
-            "report.frame needs pandas: pip install 'attncond[report]'. report.rows has the same "
-            "numbers without it."
+            f"{table} needs pandas: pip install 'attncond[report]'. {numbers} has the same numbers "
+            "without it."
         ) from error
     return pandas
 

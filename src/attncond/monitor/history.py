@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.columns import COLUMNS
+from attncond.diagnose.report import pandas_for
 from attncond.errors import DiagnosisError
 from attncond.files import dumps, unpacking, write_bytes, write_text
 
@@ -88,13 +89,7 @@ class History:
     @property
     def frame(self) -> DataFrame:
         """A pandas table: one row for each step, attention and head; ``head`` missing is all."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "frame needs pandas: pip install 'attncond[report]'. history.records has the same "
-                "numbers without it."
-            ) from error
+        pandas = pandas_for("history.frame", "history.records")
         rows = [
             {"step": record.step, "loss": record.loss, "layer": row.layer, "path": row.path}
             | {"head": row.head}
