@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,3 +23,8 @@ def with_spectrum(m: int, n: int, sigma: Tensor | Sequence[float], seed: int = 0
 def spread(kappa: float, n: int) -> Tensor:
     """Singular values from 1 down to 1/κ."""
     return torch.logspace(0, -torch.tensor(kappa).log10().item(), n, dtype=torch.float64)
+
+
+def drift_bound(norm: float, drift: float) -> float:
+    """What docs/methods.md says of κ(W_t + σU) once W moved by ``drift`` from where σ, U are of."""
+    return (2 * norm + drift) / (norm - drift) if norm > drift else math.inf

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from spectra import drift_bound
 from torch import Tensor, nn
 
 import attncond as ac
@@ -14,7 +15,6 @@ from attncond import weights
 from attncond.corrections import Correction, effective
 from attncond.diagonal import decode
 from attncond.effective import install
-from attncond.methods.spectral import drift_certificate
 from attncond.sites import Site, fused, project, separate
 from attncond.weights import Weight, certify, refresh, solve, take
 
@@ -374,7 +374,7 @@ def test_polar_certificates_hold_on_stale_factors(
         ):
             drift = float(torch.linalg.svdvals(moved[index])[0])
             assert row.kappa <= row.bound * (1 + 1e-9)
-            assert row.bound <= drift_certificate(old.norm, drift) * (1 + 1e-5)
+            assert row.bound <= drift_bound(old.norm, drift) * (1 + 1e-5)
             seen_finite |= 2.1 < row.bound < math.inf
             seen_infinite |= row.bound == math.inf
     assert seen_finite

@@ -194,14 +194,5 @@ def shift_certificate(lam: float, norm: float) -> float:
     return (lam + norm) / (lam - norm) if lam > norm else math.inf
 
 
-def drift_certificate(norm: float, drift: float) -> float:
-    """The bound on κ(W_t + σ U_ref) when ‖W_t − W_ref‖₂ = drift and σ = σ_max(W_ref) = norm.
-
-    >>> drift_certificate(norm=1.0, drift=0.0)
-    2.0
-    """
-    return (2 * norm + drift) / (norm - drift) if norm > drift else math.inf
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
