@@ -14,17 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.dependence import Dependence
+from attncond.diagnose.layout import as_tokens, by_head, split_heads
 from attncond.errors import ConditioningError
 from attncond.heads import Heads, conditioned_heads
 from attncond.recognition import Logits, Matrix, Recognition
 from attncond.sites import HIDDEN, Site
 
-__all__ = ["Call", "Captured", "ProjectionInput", "Scores", "split_heads", "watch"]
+__all__ = ["Call", "Captured", "ProjectionInput", "Scores", "watch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,17 +287,6 @@ class Observer(Recognition):
         return None
 
 
-def as_tokens(x: Tensor, site: Site, queries: int) -> Tensor:
-    """``x`` as (batch, tokens, channels), also if its first axis is the tokens."""
-    if x.ndim == 2:
-        return x[None]
-    x = x.flatten(1, -2)
-    first = isinstance(site.module, nn.MultiheadAttention)  # it works on (tokens, batch, channels)
-    if first or (x.shape[0] == queries != x.shape[1]):
-        return x.transpose(0, 1)
-    return x
-
-
 @contextmanager
 def watch(sites: Iterable[Site], sink: Sink) -> Iterator[Counter[int]]:
     """Hand every attention of ``sites`` to ``sink`` while the block runs.
@@ -342,34 +332,6 @@ def _observe(sites: list[Site], session: _Session, calls: Counter[int]) -> None:
 def _wide(t: Tensor) -> Tensor:
     """In float64, which not every device has."""
     return (t.cpu() if t.device.type == "mps" else t).detach().double()
-
-
-def split_heads(t: Tensor, heads: int) -> Tensor:
-    """(..., rows, columns) as (items, heads, rows, columns); all one head where none are found."""
-    lead = t.shape[:-2]
-    if lead and lead[-1] != heads and lead[-1] % heads == 0 and len(lead) == 1:
-        return t.reshape(-1, heads, *t.shape[-2:])  # a batch of heads
-    if len(lead) == 1 and lead[0] == heads:
-        return t[None]
-    if len(lead) >= 2:
-        return t.flatten(0, -4) if t.ndim > 4 else t
-    return t.reshape(-1, 1, *t.shape[-2:])
-
-
-def by_head(attention: FusedAttention, site: Site) -> FusedAttention:
-    """The same with tensors (items, heads, rows, columns)."""
-    query, key, value = attention.operands
-    heads, shared, mask = site.heads, site.heads, attention.attn_mask
-    if (p := site.projection("k")) is not None and key.shape[:-2] != query.shape[:-2]:
-        shared = p.heads
-    if mask is not None:
-        mask = split_heads(mask.expand(*query.shape[:-1], key.shape[-2]), heads)
-    return attention._replace(
-        query=split_heads(query, heads),
-        key=split_heads(key, shared),
-        value=split_heads(value, shared),
-        attn_mask=mask,
-    )
 
 
 def _floating(values: Iterable[Any]) -> list[Tensor]:

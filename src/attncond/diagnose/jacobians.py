@@ -16,8 +16,9 @@ from torch import Tensor
 
 from attncond.corrections import effective, full, records
 from attncond.diagnose.bounds import BoundedHead, certificate, paper_bound
-from attncond.diagnose.capture import Captured, ProjectionInput, as_tokens
+from attncond.diagnose.capture import Captured, ProjectionInput
 from attncond.diagnose.conditioned import conditioned_spectrum
+from attncond.diagnose.layout import as_tokens
 from attncond.diagnose.measure import Values, spread
 from attncond.diagnose.replayed import CLOSE, ReplayJob, replay_of, spectrum_values
 from attncond.diagnose.tokenwise import ReplayError

@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.arguments import in_double, map_tensors, row_range
-from attncond.diagnose.capture import Call, by_head, split_heads
+from attncond.diagnose.capture import Call
 from attncond.diagnose.doubled import Shell, doubled, doubled_copy, stock
+from attncond.diagnose.layout import by_head, split_heads
 from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, back, cut_uses
 from attncond.heads import Heads
 from attncond.interception import Interception
