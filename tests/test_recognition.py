@@ -126,6 +126,49 @@ def test_a_softmax_of_something_else_is_left_alone():
     close(output, attention(q, k, v, (GAP,)))
 
 
+class Projecting(nn.Module):
+    """Attention beside a softmax of a projection, or of no other, written as products."""
+
+    def __init__(self, linear, how):
+        super().__init__()
+        self.num_heads, self.linear, self.how = 1, linear, how
+        self.q, self.k, self.v = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.gate = nn.Parameter(torch.randn(4, 3))
+        self.prompts = nn.Parameter(torch.randn(3, 4))
+
+    def project(self, x, weight):
+        if self.how == "linear":
+            return F.linear(x, weight.t())
+        return torch.einsum("bnd,de->bne", x, weight) if self.how == "einsum" else x @ weight
+
+    def forward(self, x):
+        q, k, v = (self.project(x, p.weight.t()) for p in (self.q, self.k, self.v))
+        if self.linear:
+            return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+        return self.project(x, self.gate).softmax(-1) @ self.prompts + sdpa(q, k, v)
+
+
+@methods
+@pytest.mark.parametrize("how", ["linear", "matmul", "einsum"])
+def test_a_product_with_a_weight_makes_no_logits(how, on):
+    """Or gates lose their gap, and linear attention counts as conditioned."""
+    x = normal(torch.Generator().manual_seed(0), 2, 5, 4)
+    module = Projecting(False, how).double()
+    beside = (x @ module.gate).softmax(-1) @ module.prompts
+    q, k, v = (p(x)[:, None] for p in (module.q, module.k, module.v))
+    module_compiled = compiled(module)
+    for method in on:
+        ac.condition(module, method)
+    wanted = attention(q, k, v, on)[:, 0] + beside
+    close(module(x), wanted)
+    close(module_compiled(x), wanted)
+    module = Projecting(True, how).double()
+    for method in on:
+        ac.condition(module, method)
+    with pytest.raises(ac.ConditioningError, match="was not reached"):
+        module(x)
+
+
 @methods
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
 @pytest.mark.parametrize("axes", [2, 3, 4])

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attncond.errors import UnsupportedAttentionError
+from attncond.readonly import EffectiveWeight
 
 PRODUCTS = frozenset(("matmul", "__matmul__", "linalg_matmul", "bmm", "einsum", "baddbmm", "mm"))
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
@@ -184,6 +185,12 @@ class TorchCall(NamedTuple):
             return -1 if after % before == 0 else None  # the last axis, or what it became a part of
         same = before == after != 1  # others may be of length one
         return -1 if same and (self.name in RESHAPES or self.name in JOINS) else None
+
+    @property
+    def projects(self) -> bool:
+        """Whether a product is with a weight on the right, as that of linear is."""
+        right = [o for o in self.operands() if o is not self.kwargs.get("out")][-1]
+        return any(isinstance(w, nn.Parameter | EffectiveWeight) for w in (right, right._base))
 
     def summed(self, matrix: Tensor) -> list[int]:
         """The axes of one operand that a product sums over, from the end."""

@@ -178,7 +178,7 @@ class Recognition(TorchFunctionMode):
             # Less its maximum, a row that is hidden as a whole could not be told from an open one.
             logits = logits._replace(visible=logits.shown())
         result = call.run()
-        if name in PRODUCTS:
+        if name in PRODUCTS and (logits is not None or not call.projects):
             added = name == "baddbmm" and self.hidden > HIDDEN
             shown = _above(operands[0], self.hidden).expand_as(result) if added else None
             self.logits.append(Logits(result, shown))
