@@ -364,6 +364,37 @@ def test_a_view_of_a_matrix_may_be_overwritten_and_used():
         close(compiled(conditioned(form, GAP))(q, k, v), weights @ v)
 
 
+@pytest.mark.parametrize(
+    "write", [lambda p: p[..., 1:2], lambda p: p[..., 1:], lambda p: p[..., [0]] * 0.5]
+)
+def test_a_part_of_a_matrix_that_is_written_into_it(write):
+    """Formed where it lies, the matrix takes its views along, which are no probabilities then."""
+    q, k, v = (normal(torch.Generator().manual_seed(i), 1, 2, 4, 3) for i in range(3))
+
+    def written(weights):
+        weights[..., : write(weights).shape[-1]] = write(weights)
+        return weights
+
+    with torch.no_grad():
+        output = conditioned(lambda q, k, v: written(logits_of(q, k, None).softmax(-1)) @ v, GAP)
+        close(output(q, k, v), written(gaps(q, k, v)[0]) @ v)
+
+
+def test_a_view_of_a_matrix_that_was_written_into_is_refused():
+    def form(q, k, v):
+        weights = logits_of(q, k, None).softmax(-1)
+        first = weights[:, :1]
+        weights[:, 1:] = weights[:, :1] * 2
+        return first @ v
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64)
+    with (
+        torch.no_grad(),
+        pytest.raises(ac.UnsupportedAttentionError, match="through a view of it"),
+    ):
+        conditioned(form, GAP)(q, k, v)
+
+
 @methods
 def test_logits_and_matrices_that_are_written_into_other_tensors(on):
     q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))

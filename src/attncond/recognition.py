@@ -294,23 +294,25 @@ class Recognition(TorchFunctionMode):
             self.matrices.append(Matrix(part, less, matrix.root, keys, memory))
         return result
 
-    def _formed(self, call: TorchCall) -> TorchCall:
+    def _formed(self, call: TorchCall, but: Tensor | None = None) -> TorchCall:
         """The call with all differences among the operands formed: there may be several."""
         for operand in call.operands():
             found = find(self.matrices, [operand])
-            if found is not None and found.minus is not None:
+            if operand is not but and found is not None and found.minus is not None:
                 call = call.exchanged(operand, found.value())
         return call
 
     def _formed_call(self, call: TorchCall) -> Any:
         """What comes of differences. One that is written into is formed where it lies."""
-        if call.target is not None:
-            found = find(self.matrices, [call.target])
-            if found is not None and found.minus is not None:
-                # Whoever holds this tensor expects it to be changed, not a copy.
-                found.tensor.copy_(found.value())
-                self.matrices.append(found._replace(minus=None))
-        return self._formed(call).run()
+        target = call.target
+        formed = self._formed(call, but=target)  # before what may be views of the target change
+        found = None if target is None else find(self.matrices, [target])
+        if found is not None and found.minus is not None:
+            # Whoever holds this tensor expects it to be changed, not a copy.
+            found.tensor.copy_(found.value())
+            self.overwritten.add(found.memory)
+            self.matrices.append(found._replace(minus=None, memory=len(self.matrices)))
+        return formed.run()
 
 
 def _made(call: TorchCall, result: Any) -> list[Tensor]:
