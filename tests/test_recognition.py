@@ -517,6 +517,76 @@ def test_a_softmax_with_a_backward_pass_of_its_own(on):
     compare(conditioned(form, *on), tensors, mask, on, mask, None)
 
 
+# Masks that come before something that lifts them -----------------------------------------------
+
+
+AHEAD = torch.ones(4, 4, dtype=torch.bool).triu(1)
+
+
+def filled(logits):
+    return logits.masked_fill(AHEAD, -1e4)
+
+
+def filled_in_place(logits):
+    logits[..., AHEAD] = -1e4
+    return logits.view(-1, 4, 4).mul_(0.1).view_as(logits)
+
+
+MASKED = {
+    "divided": lambda w: filled(w) / 8,
+    "times a number": lambda w: 0.1 * filled(w),
+    "times a tensor": lambda w: torch.mul(GATE.double() / 8, filled(w)),
+    "added, then divided": lambda w: (w + additive(AHEAD.logical_not(), -1e4)).div_(8),
+    "in place": filled_in_place,
+    "clamped": lambda w: w.masked_fill(AHEAD, -INF).clamp(min=-1000, max=1000),
+    "capped": lambda w: torch.tanh(w.masked_fill(AHEAD, -INF) / 200) * 200,
+}
+
+
+@methods
+@pytest.mark.parametrize("mask", MASKED.values(), ids=MASKED.keys())
+def test_a_mask_that_is_scaled_with_the_logits_hides_as_it_did(mask, on):
+    """At the softmax it is no lower than a bias may be."""
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def form(q, k, v):
+        return mask(q @ k.mT).softmax(-1) @ v
+
+    weights = mask(q @ k.mT).softmax(-1)
+    seen = ~AHEAD.expand_as(weights)
+    assert weights[~seen].max() < 1e-30
+    wanted = weights @ v
+    if GAP in on:
+        wanted = wanted - seen.double() @ v / seen.sum(-1, keepdim=True)
+    if PRE in on:
+        wanted = PRE.equilibrate(torch.where(wanted.norm(dim=-1, keepdim=True) < 1e-12, 0, wanted))
+    close(conditioned(form, *on)(q, k, v), wanted)
+
+
+TURNED = torch.arange(3, -1, -1)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda t, axis: t.flip(axis),
+        lambda t, axis: torch.roll(t, 1, axis),
+        lambda t, axis: t.index_select(axis, TURNED),
+        lambda t, axis: torch.gather(t, axis, TURNED.view(-1, *(1,) * ~axis).expand_as(t)),
+    ],
+)
+def test_keys_that_a_mask_hid_are_hidden_in_another_order_too(order):
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 4) for i in range(3))
+
+    def form(q, k, v):
+        logits = filled(q @ k.mT) / 8
+        return order(logits, -1).softmax(-1) @ order(v, -2)
+
+    weights = (filled(q @ k.mT) / 8).softmax(-1)
+    uniform = (~AHEAD).double() / (~AHEAD).sum(-1, keepdim=True)
+    close(conditioned(form, GAP)(q, k, v), (weights - uniform) @ v)
+
+
 # Masks that are only told where they are added: windows' -100 -------------------------------------
 
 

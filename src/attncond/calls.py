@@ -14,6 +14,15 @@ from attncond.readonly import EffectiveWeight
 PRODUCTS = frozenset(("matmul", "__matmul__", "linalg_matmul", "bmm", "einsum", "baddbmm", "mm"))
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 SUBTRACTIONS = frozenset(("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"))
+# What may lift a masked logit out of the range that tells it from the others.
+SCALINGS = frozenset(
+    (
+        *("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"),
+        *("div", "div_", "divide", "divide_", "true_divide", "true_divide_"),
+        *("__truediv__", "__itruediv__", "tanh", "tanh_"),
+        *("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum", "hardtanh"),
+    )
+)
 SUMS = frozenset(("sum", "mean"))
 EXTREMES = frozenset(("amax", "max", "amin", "min"))
 SOFTMAXES = frozenset(("softmax", "special_softmax"))
@@ -54,6 +63,8 @@ OBSERVERS = frozenset(
         *("log", "log2", "log10", "xlogy", "special_xlogy", "special_entr"),
     )
 ).union(SUMS, EXTREMES)
+# What gives the entries another order.
+REARRANGEMENTS = frozenset(("flip", "fliplr", "flipud", "roll", "index_select", "gather", "repeat"))
 # What is done to an attention matrix because its entries are probabilities.
 GUARDS = frozenset(("nan_to_num", "nan_to_num_", "clamp", "clamp_", "clamp_min", "clip"))
 # What changes its entries one by one, and is as likely to be returned as to lead on to the values.

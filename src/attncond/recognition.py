@@ -39,7 +39,9 @@ from attncond.calls import (
     MAKERS,
     OBSERVERS,
     PRODUCTS,
+    REARRANGEMENTS,
     RESHAPES,
+    SCALINGS,
     SOFTMAXES,
     SUBTRACTIONS,
     SUMS,
@@ -56,11 +58,13 @@ class Logits(NamedTuple):
     """A product of queries and keys, or what became of it, and which keys a mask left visible.
 
     ``sinks``: some of its columns are logits of no key (attention sinks), never visible.
+    ``masked``: a mask may have come in.
     """
 
     tensor: Tensor
     visible: Tensor | None
     sinks: bool = False
+    masked: bool = False
 
     def shown(self) -> Tensor:
         """Which of its entries are of keys that their query sees."""
@@ -174,14 +178,18 @@ class Recognition(TorchFunctionMode):
             self.softmaxes += 1
             chosen = self.softmax in (0, self.softmaxes)
             return self._softmax(logits, call) if chosen else call.run()
-        if logits is not None and name in SUBTRACTIONS and operands[0] is logits.tensor:
-            # Less its maximum, a row that is hidden as a whole could not be told from an open one.
+        if logits is not None and (
+            (name in SUBTRACTIONS and operands[0] is logits.tensor)
+            or (name in SCALINGS and logits.masked)
+        ):
+            # Less its maximum, a row that is hidden as a whole could not be told from an open one,
+            # and a mask of -1e4 that is divided by √d not from a bias.
             logits = logits._replace(visible=logits.shown())
         result = call.run()
         if name in PRODUCTS and (logits is not None or not call.projects):
             added = name == "baddbmm" and self.hidden > HIDDEN
             shown = _above(operands[0], self.hidden).expand_as(result) if added else None
-            self.logits.append(Logits(result, shown))
+            self.logits.append(Logits(result, shown, masked=name == "baddbmm"))
         elif logits is not None:
             self._follow(logits, call, result)
         return result
@@ -247,13 +255,14 @@ class Recognition(TorchFunctionMode):
             mask, fill = (*call.args, *call.kwargs.values())[1:3]
             shown = (~mask | (fill > self.hidden)).expand_as(result)
             visible = shown if visible is None else visible.expand_as(result) & shown
-        elif visible is not None and name in SUBTRACTIONS:
+        elif visible is not None and name in SUBTRACTIONS | SCALINGS:
             visible = visible.expand_as(result)
-        elif visible is not None and name in RESHAPES:
+        elif visible is not None and name in RESHAPES | REARRANGEMENTS:
             visible = call.reshaped(logits.tensor, visible.expand_as(logits.tensor), result)
+        masked = logits.masked or name not in CASTS | RESHAPES | REARRANGEMENTS | SCALINGS
         for i, part in enumerate(_made(call, result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
-            self.logits.append(Logits(part, shown, sinks))
+            self.logits.append(Logits(part, shown, sinks, masked))
 
     def _use_matrix(self, matrix: Matrix, call: TorchCall) -> Any:
         used = (find(self.matrices, [operand]) for operand in call.operands())
