@@ -427,6 +427,106 @@ def test_returned_weights_stay_probabilities(on):
         close(got, wanted)
 
 
+def gathered(v, places):
+    """The values at each query's places, (..., queries, places, channels)."""
+    whole = v.unsqueeze(-3).expand(*places.shape[:-1], *v.shape[-2:])
+    return whole.gather(-2, places[..., None].expand(*places.shape, v.shape[-1]))
+
+
+@methods
+@pytest.mark.parametrize(
+    ("largest", "kept"),
+    [
+        (lambda p: torch.topk(p, 2), 2),
+        (lambda p: p.topk(k=3, dim=-1), 3),
+        (lambda p: torch.sort(p, -1, True), 4),
+        (lambda p: p.sort(descending=True), 4),
+    ],
+)
+def test_the_largest_weights_are_those_of_the_matrix_with_its_gap(largest, kept, on):
+    """Keys that a mask hides have weight zero, which is more than a small weight less its mean."""
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+    visible = ~AHEAD
+
+    def scattered(q, k, v):
+        weights = logits_of(q, k, visible).softmax(-1)
+        values, places = largest(weights)
+        return torch.zeros_like(weights).scatter(-1, places, values) @ v
+
+    def picked(q, k, v):
+        values, places = largest(logits_of(q, k, visible).softmax(-1))
+        return (values.unsqueeze(-2) @ gathered(v, places)).squeeze(-2)
+
+    def above(q, k, v):
+        weights = logits_of(q, k, visible).softmax(-1)
+        least = weights.kthvalue(5 - kept, keepdim=True).values
+        return weights.masked_fill(weights < least, 0.0) @ v
+
+    weights = logits_of(q, k, visible).softmax(-1)
+    places = weights.topk(kept).indices
+    uniform = visible / visible.sum(-1, keepdim=True).double()
+    rest = weights - uniform if GAP in on else weights
+    wanted = torch.zeros_like(rest).scatter(-1, places, rest.gather(-1, places)) @ v
+    if PRE in on:
+        wanted = PRE.equilibrate(wanted)
+    for form in (scattered, picked, above):
+        close(conditioned(form, *on)(q, k, v), wanted)
+    close(compiled(conditioned(scattered, *on))(q, k, v), wanted)
+
+
+@methods
+def test_the_largest_logits_keep_their_masks(on):
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def form(q, k, v):
+        logits, places = (filled(q @ k.mT) / 8).topk(3)
+        return (logits.softmax(-1).unsqueeze(-2) @ gathered(v, places)).squeeze(-2)
+
+    logits = (q @ k.mT / 8).masked_fill(AHEAD, -INF)
+    logits = logits.masked_fill(logits < logits.topk(3).values[..., -1:], -INF)
+    weights, seen = logits.softmax(-1), (logits > -INF).double()
+    wanted = (weights - seen / seen.sum(-1, keepdim=True) if GAP in on else weights) @ v
+    if PRE in on:
+        wanted = PRE.equilibrate(torch.where(wanted.norm(dim=-1, keepdim=True) < 1e-12, 0, wanted))
+    close(conditioned(form, *on)(q, k, v), wanted)
+
+
+CURVED = {
+    "pow": lambda p: p.pow(2),
+    "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt,
+    "softmax": lambda p: p.softmax(-1),
+    "normalize": lambda p: F.normalize(p, dim=-1),
+}
+
+
+@pytest.mark.parametrize(("name", "curve"), CURVED.items(), ids=CURVED.keys())
+def test_a_function_that_makes_another_matrix_is_refused(name, curve):
+    """Of P less its uniform part it is no number, or has another gap."""
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def form(q, k, v):
+        weights = curve(logits_of(q, k, None).softmax(-1))
+        return (weights / weights.sum(-1, keepdim=True)) @ v
+
+    with pytest.raises(ac.UnsupportedAttentionError, match=f"goes through {name} on its way"):
+        conditioned(form, GAP)(q, k, v)
+    close(conditioned(form, PRE)(q, k, v), PRE.equilibrate(form(q, k, v)))
+
+
+@methods
+@pytest.mark.parametrize("curve", CURVED.values(), ids=CURVED.keys())
+def test_a_function_that_only_looks_at_a_matrix_gets_probabilities(curve, on):
+    def form(q, k, v):
+        weights = logits_of(q, k, None).softmax(-1)
+        return weights @ v, curve(weights).sum()
+
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+    output, looked = conditioned(form, *on)(q, k, v)
+    close(output, attention(q, k, v, on))
+    close(looked, form(q, k, v)[1])
+
+
 CLOSED = torch.eye(4, dtype=torch.bool)
 GATE = torch.tensor([1.0, 0.5])[:, None, None]
 
@@ -436,7 +536,10 @@ GATE = torch.tensor([1.0, 0.5])[:, None, None]
     ("touch", "kept"),
     [
         (lambda p: p.clone(), 1.0),
+        (lambda p: p.detach(), 1.0),
         (lambda p: p.cpu(), 1.0),
+        (lambda p: p.abs(), 1.0),
+        (lambda p: F.relu(p), 1.0),
         (lambda p: torch.nan_to_num(p, nan=0.0), 1.0),
         (lambda p: p.clamp(min=1e-9), 1.0),
         (lambda p: p / p.sum(-1, keepdim=True), 1.0),

@@ -39,7 +39,7 @@ PROJECTING = frozenset(("linear", "conv1d", "conv2d", "addmm", "matmul", "__matm
 CASTS = frozenset(
     (
         *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
-        *("cpu", "cuda", "clone"),
+        *("cpu", "cuda", "clone", "detach"),
     )
 )
 TURNS = frozenset(("mT", "T", "mH", "H"))  # attributes, not methods
@@ -57,7 +57,8 @@ RESHAPES = TRANSPOSES.union(
 # What looks at an attention matrix without leading on to the values.
 OBSERVERS = frozenset(
     (
-        *("argmax", "any", "all", "detach", "numpy"),
+        *("argmax", "argmin", "argsort", "any", "all", "numpy"),
+        *("kthvalue", "median", "nanmedian", "quantile", "nanquantile"),
         *("isnan", "isinf", "isfinite", "gt", "ge", "lt", "le", "eq", "ne"),
         *("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
         *("log", "log2", "log10", "xlogy", "special_xlogy", "special_entr"),
@@ -65,8 +66,23 @@ OBSERVERS = frozenset(
 ).union(SUMS, EXTREMES)
 # What gives the entries another order.
 REARRANGEMENTS = frozenset(("flip", "fliplr", "flipud", "roll", "index_select", "gather", "repeat"))
+# What returns entries by their size, and the places where they stood.
+ORDERS = frozenset(("topk", "sort"))
 # What is done to an attention matrix because its entries are probabilities.
-GUARDS = frozenset(("nan_to_num", "nan_to_num_", "clamp", "clamp_", "clamp_min", "clip"))
+GUARDS = frozenset(
+    (
+        *("nan_to_num", "nan_to_num_", "clamp", "clamp_", "clamp_min", "clip"),
+        *("relu", "relu_", "abs", "abs_", "__abs__"),
+    )
+)
+# What makes another matrix of it, as for sharper or flatter weights.
+CURVES = frozenset(
+    (
+        *("pow", "pow_", "__pow__", "__ipow__", "float_power", "square", "square_"),
+        *("sqrt", "sqrt_", "rsqrt", "exp", "exp2", "sigmoid", "tanh", "normalize"),
+        *SOFTMAXES,
+    )
+)
 # What changes its entries one by one, and is as likely to be returned as to lead on to the values.
 ARITHMETIC = frozenset(
     (
@@ -148,6 +164,13 @@ class TorchCall(NamedTuple):
         if given is None:  # as torch.nn.functional chooses it, with a warning
             return 0 if self.operands()[0].ndim in (0, 1, 3) else 1
         return given
+
+    @property
+    def ordered(self) -> int:
+        """The axis of what orders entries by their size: topk, sort."""
+        before = 1 if self.name == "sort" else 2
+        given = self.args[before] if len(self.args) > before else self.kwargs.get("dim", -1)
+        return int(given)
 
     def exchanged(self, old: Tensor, new: Tensor) -> TorchCall:
         """The same call with one tensor exchanged, also inside a list of tensors."""

@@ -32,12 +32,14 @@ from attncond.calls import (
     ADDITIONS,
     ARITHMETIC,
     CASTS,
+    CURVES,
     DROPOUTS,
     EXTREMES,
     GUARDS,
     JOINS,
     MAKERS,
     OBSERVERS,
+    ORDERS,
     PRODUCTS,
     REARRANGEMENTS,
     RESHAPES,
@@ -83,6 +85,7 @@ class Matrix(NamedTuple):
 
     ``keys``: the axis that its softmax was taken over, from the end; None if that is not known.
     ``memory``: the same number for those that may share their entries, as a view does.
+    ``curve``: the function that made another matrix of it, whose gap is not known.
     """
 
     tensor: Tensor
@@ -90,6 +93,7 @@ class Matrix(NamedTuple):
     root: int  # which softmax it came from
     keys: int | None
     memory: int
+    curve: str = ""
 
     def value(self) -> Tensor:
         """The difference itself, in the tensor's dtype."""
@@ -259,6 +263,8 @@ class Recognition(TorchFunctionMode):
             visible = visible.expand_as(result)
         elif visible is not None and name in RESHAPES | REARRANGEMENTS:
             visible = call.reshaped(logits.tensor, visible.expand_as(logits.tensor), result)
+        elif visible is not None and name in ORDERS:
+            visible = visible.expand_as(logits.tensor).gather(call.ordered, result.indices)
         masked = logits.masked or name not in CASTS | RESHAPES | REARRANGEMENTS | SCALINGS
         for i, part in enumerate(_made(call, result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
@@ -273,14 +279,25 @@ class Recognition(TorchFunctionMode):
                 "part (attn[..., 0] = ...) or use masked_fill or where instead"
             )
         if call.name in PRODUCTS and matrix.keys in (None, *call.summed(matrix.tensor)):
+            if matrix.curve:
+                raise UnsupportedAttentionError(
+                    f"an attention matrix goes through {matrix.curve} on its way to the values, "
+                    "which makes another matrix of it, whose gap is not known"
+                )
             return self._product(matrix, call)
         if matrix.minus is not None and call.name in OBSERVERS:
             return call.run()
         minus: Any = matrix.minus
         if call.target is matrix.tensor and minus is not None:
             self.overwritten.add(matrix.memory)
-        if call.name in DROPOUTS or (minus is not None and call.name in GUARDS):
+        curve = matrix.curve
+        if minus is not None and call.name in CURVES:
+            result, minus, curve = call.run(), None, call.name
+        elif call.name in DROPOUTS or (minus is not None and call.name in GUARDS):
             result = call.run()
+        elif minus is not None and call.name in ORDERS:
+            result = call.run()
+            minus = minus.expand_as(matrix.tensor).gather(call.ordered, result.indices)
         elif call.name in CASTS or call.name in RESHAPES:
             result = call.run()
             if minus is not None:
@@ -300,7 +317,7 @@ class Recognition(TorchFunctionMode):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             keys = call.followed(matrix.keys, matrix.tensor, part)
             memory = matrix.memory if call.views(matrix.tensor, part) else len(self.matrices)
-            self.matrices.append(Matrix(part, less, matrix.root, keys, memory))
+            self.matrices.append(Matrix(part, less, matrix.root, keys, memory, curve))
         return result
 
     def _formed(self, call: TorchCall, but: Tensor | None = None) -> TorchCall:
@@ -325,8 +342,12 @@ class Recognition(TorchFunctionMode):
 
 
 def _made(call: TorchCall, result: Any) -> list[Tensor]:
-    """The tensors that a call made: what it returned, or what it wrote into."""
-    return [call.args[0]] if call.name == "__setitem__" else tensors(result)
+    """The tensors that a call made: what it returned, or what it wrote into.
+
+    Those that are no real numbers (which keys are the largest, or above a threshold) carry nothing.
+    """
+    made = [call.args[0]] if call.name == "__setitem__" else tensors(result)
+    return [m for m in made if m.is_floating_point()]
 
 
 def _keeps_columns(call: TorchCall, logits: Logits, result: Any) -> bool:

@@ -29,7 +29,7 @@ _SHAPED = frozenset(
     )
 )
 # Logits that are turned over do not lie as their product does.
-_KEEP = ((CASTS | RESHAPES) - TURNS) | {"clone", "dropout"}
+_KEEP = ((CASTS | RESHAPES) - TURNS - {"detach"}) | {"dropout"}
 
 
 class Multiple(NamedTuple):
