@@ -154,9 +154,14 @@ def test_what_is_settled_does_not_make_its_parent_look_like_attention() -> None:
 
 def named(cls: str, *names: str) -> nn.Module:
     """A module with a linear layer under each of some names."""
+    return holding(cls, **{name: nn.Linear(4, 12) for name in names})
+
+
+def holding(cls: str, **parts: nn.Module | nn.Parameter) -> nn.Module:
+    """A module of a class of its own with some parts."""
     module: nn.Module = type(cls, (nn.Module,), {})()
-    for name in names:
-        setattr(module, name, nn.Linear(4, 12))
+    for name, part in parts.items():
+        setattr(module, name, part)
     return module
 
 
@@ -173,6 +178,7 @@ def named(cls: str, *names: str) -> nn.Module:
         (named("Layer", "query_projection", "key_projection"), "were not recognised"),
         (named("Conv", "lin_query", "lin_key"), "were not recognised"),
         (named("ReusedAttention", "to_v", "to_out"), "were not recognised"),
+        (holding("DepthAttention", query=nn.Parameter(torch.zeros(4))), "were not recognised"),
         (named("MultiHeadedAttention", "first", "last"), "its class is named as attention"),
         (named("MultiheadSelfAttention", "weight"), "its class is named as attention"),
     ],
@@ -191,6 +197,7 @@ def test_what_looks_like_attention_is_reported(module: nn.Module, reason: str) -
         named("RwkvSelfAttention", "receptance", "key", "value"),
         named("Decoder", "query_scale", "query_pos_head"),
         named("SpatialAttention", "conv"),
+        holding("RelativeAttentionBias", bias_values=nn.Embedding(9, 2)),
         named("Embeddings", "tok_embeddings"),
         nn.Module(),
     ],

@@ -239,8 +239,15 @@ def _looks_like_attention(module: nn.Module, settled: set[str], inside: bool) ->
 
     ``inside``: it is a part of one, as diffusers' processors are.
     """
-    maps = [n for n, m in module._modules.items() if structural.maps(m)]
-    maps += [n for n, p in module._parameters.items() if p is not None and structural.is_map(p)]
+    tables = nn.Embedding | nn.EmbeddingBag  # of biases, say
+    maps = [
+        n for n, m in module._modules.items() if structural.maps(m) and not isinstance(m, tables)
+    ]
+    maps += [
+        n
+        for n, p in module._parameters.items()
+        if p is not None and (structural.is_map(p) or n == "query")  # a learned one may be a vector
+    ]
     parts = [n for n in maps if n not in settled]
     known = not isinstance(module, torch.jit.ScriptModule) and find_adapter(module)
     adapter = "its adapter returned None" if known else "no adapter for this class"
