@@ -19,7 +19,7 @@ Adapter = Callable[[Any], Site | Iterable[Site] | None]
 A = TypeVar("A", bound=Adapter)
 
 _REGISTRY: dict[str, Adapter] = {}
-_LIBRARIES = ("torch", "timm", "transformers", "torchvision", "diffusers")
+_LIBRARIES = ("torch", "timm", "transformers", "torchvision", "diffusers", "vit_pytorch")
 _loaded = False
 
 
