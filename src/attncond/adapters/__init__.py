@@ -19,7 +19,15 @@ Adapter = Callable[[Any], Site | Iterable[Site] | None]
 A = TypeVar("A", bound=Adapter)
 
 _REGISTRY: dict[str, Adapter] = {}
-_LIBRARIES = ("torch", "timm", "transformers", "torchvision", "diffusers", "vit_pytorch")
+_LIBRARIES = (
+    "torch",
+    "timm",
+    "transformers",
+    "torchvision",
+    "diffusers",
+    "vit_pytorch",
+    "lucidrains",
+)
 _loaded = False
 
 
