@@ -126,6 +126,7 @@ def test_norms_of_queries_and_keys_are_no_attention():
         (attention(num_heads=3, children=("conv1d",)), "gated recurrence"),
         (attention(num_heads=3, children=("k_sconv", "v_sconv")), "a convolution mixes tokens"),
         (attention(num_heads=3, children=("kv_b_proj",)), "latent attention"),
+        (attention(num_heads=3, children=("to_latent_q",)), "latent attention"),
         (attention(("a", "b", "c"), children=("q_a_proj", "q_b_proj")), "latent attention"),
     ],
 )

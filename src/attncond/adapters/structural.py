@@ -61,7 +61,7 @@ RECURRENT = (
 )
 CONVOLVED = "a convolution mixes tokens and channels between the projections and the product"
 _CONVOLUTION = re.compile(r"^[qkv]_\w*conv\w*$")
-_LATENT = re.compile(r"^(q|kv|k|v)_(a|b|down|up)_proj(_with_mqa)?$")
+_LATENT = re.compile(r"^(q|kv|k|v)_(a|b|down|up)_proj(_with_mqa)?$|^to_latent_(q|kv|k|v)$")
 _CROSS = re.compile(r"Cross|EncDec")
 _WINDOW = re.compile(r"Swin|Window|Local|Neighborhood")
 
