@@ -24,6 +24,7 @@ class Projection:
     """One of W_Q, W_K, W_V, as rows of the parameter ``owner.<name>``.
 
     ``rows[h, c]`` is the index along ``axis`` of the row that produces channel ``c`` of head ``h``.
+    ``tiled``: where there are fewer of them, query heads take them in turns, not block by block.
     """
 
     role: Role
@@ -32,6 +33,11 @@ class Projection:
     name: str = "weight"
     axis: int = 0
     path: str = ""
+    tiled: bool = False
+
+    def serving(self, head: int, heads: int) -> int:
+        """Which of its heads belongs to one of as many ``heads`` of queries."""
+        return head % self.heads if self.tiled else head * self.heads // heads
 
     @property
     def raw(self) -> Tensor:

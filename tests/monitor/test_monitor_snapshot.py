@@ -1,6 +1,7 @@
 """Snapshots: weights as they were at the step, each copied and solved once, against numpy."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,6 +123,25 @@ def test_query_heads_that_share_keys_have_the_same_numbers():
     assert len({found[h]["q_kappa"] for h in range(4)}) == 4
     part = model.layers[0].self_attn.k_proj.weight[4:8]
     assert found[3]["k_kappa"] == pytest.approx(kappa(part), rel=1e-6)
+
+
+def test_query_heads_that_take_keys_in_turns_have_those_of_their_own():
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    @ac.register(Turns)
+    def adapter(module):
+        site = ac.separate(module.q, module.k, module.v, heads=4, kv_heads=2)
+        tiled = tuple(replace(p, tiled=p.role != "q") for p in site.projections)
+        return replace(site, projections=tiled)
+
+    model = Turns()
+    rows, _ = measured(take(model).weights, heads=True)
+    found = {r.head: r.values for r in rows}
+    assert found[0]["k_kappa"] == found[2]["k_kappa"] != found[1]["k_kappa"]
+    assert found[3]["v_kappa"] == pytest.approx(kappa(model.v.weight[4:]), rel=1e-6)
 
 
 def test_weights_that_are_not_finite_are_named_and_the_others_measured():

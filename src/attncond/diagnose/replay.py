@@ -176,7 +176,7 @@ class _Run(Interception):
         for p in self.known[weight.untyped_storage().data_ptr()]:
             if (found := row_range(weight, p)) is None:
                 continue
-            rows = p.rows[self.head * p.heads // self.replay.site.heads] - found.start
+            rows = p.rows[p.serving(self.head, self.replay.site.heads)] - found.start
             if int(rows.min()) < 0 or int(rows.max()) >= len(found):
                 continue
             wide = [o for o in operands if o is not weight and o.ndim > 1]

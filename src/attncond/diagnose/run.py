@@ -141,7 +141,7 @@ class Diagnosis:
         shape = (p.heads * p.head_dim, p.in_features)
         found: dict[int | None, Values] = {None: measure.weight(whole, shape)}
         for h in self.heads(site):
-            sigma = parts[h * p.heads // site.heads]
+            sigma = parts[p.serving(h, site.heads)]
             found[h] = measure.weight(sigma, (p.head_dim, p.in_features))
         points = measure.spread(len(whole), _POINTS)
         kept = tuple(float(f"{v:.7g}") for v in whole[points].tolist())
@@ -169,7 +169,7 @@ class Diagnosis:
                 name = f"{p.role}_grad_norm"
                 self.weights[layer, None][name] = float(norms.square().sum().sqrt())
                 for h in self.heads(site):
-                    self.weights[layer, h][name] = float(norms[h * p.heads // site.heads])
+                    self.weights[layer, h][name] = float(norms[p.serving(h, site.heads)])
 
     @contextmanager
     def watch(self) -> Iterator[None]:

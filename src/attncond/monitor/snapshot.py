@@ -166,7 +166,7 @@ def _spectra(
         if head is None:
             sigma, shape = whole, (p.heads * p.head_dim, matrix.shape[-1])
         else:  # several query heads may share one of keys and values
-            sigma, shape = parts[head * p.heads // query_heads], (p.head_dim, matrix.shape[-1])
+            sigma, shape = parts[p.serving(head, query_heads)], (p.head_dim, matrix.shape[-1])
         values = measure.weight(sigma, shape)
         found[head] = {k: v for k, v in values.items() if not isinstance(v, str)}
     return found, "holds NaN or Inf" if math.isnan(float(whole[0])) else ""
