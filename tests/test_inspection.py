@@ -199,6 +199,7 @@ def test_what_looks_like_attention_is_reported(module: nn.Module, reason: str) -
         named("SpatialAttention", "conv"),
         holding("RelativeAttentionBias", bias_values=nn.Embedding(9, 2)),
         named("Embeddings", "tok_embeddings"),
+        named("MoCo", "encoder_q", "encoder_k"),
         nn.Module(),
     ],
 )

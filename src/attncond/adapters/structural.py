@@ -87,7 +87,8 @@ def roles(name: str) -> str:
     ('k', 'qkv', 'qkv', '')
     """
     found, words = "", name.lower().split("_")
-    if any("norm" in word for word in words):  # with weights of any shape
+    # Norms have weights of any shape; MoCo's encoder_q and encoder_k are whole models.
+    if any("norm" in word or word == "encoder" for word in words):
         return ""
     for word in words:
         if fused := _FUSED_WORD.match(word):
