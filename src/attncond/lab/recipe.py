@@ -238,7 +238,7 @@ def _base(name: Any, origin: str, folder: Path | None, trail: tuple[str, ...]) -
 
 
 def _forms(tree: Tree, origin: str, inherited: Mapping[str, Layers]) -> dict[str, Layers]:
-    common = _mapping(tree.get("common") or {}, origin, "common")
+    common = _settings(tree.get("common"), origin, "common")
     forms = _mapping(tree.get("forms") or {}, origin, "forms")
     for form in forms:
         if form not in FORMS:
@@ -246,7 +246,7 @@ def _forms(tree: Tree, origin: str, inherited: Mapping[str, Layers]) -> dict[str
     layers: dict[str, Layers] = {}
     for form in FORMS:
         if form in forms or form in inherited:
-            settings = _mapping(forms.get(form) or {}, origin, f"forms.{form}")
+            settings = _settings(forms.get(form), origin, f"forms.{form}")
             layers[form] = (
                 *inherited.get(form, ()),
                 Layer(f"{origin}, common", common),
@@ -267,7 +267,7 @@ def _variants(
     layers = {k: v for k, v in inherited.items() if keep is None or k in keep}
     for name, changes in _mapping(tree.get("variants") or {}, origin, "variants").items():
         _folder_name(name, origin, "variants")
-        settings = _mapping(changes or {}, origin, f"variants.{name}")
+        settings = _settings(changes, origin, f"variants.{name}")
         source = settings.get("from")
         if folder is not None and isinstance(source, str) and _FROM_FILE.fullmatch(source):
             settings = {**settings, "from": str(folder / source)}  # as it is meant by this file
@@ -275,6 +275,14 @@ def _variants(
     if not layers:
         raise RecipeError(f"{origin}: variants is missing; at least baseline: {{}}")
     return layers
+
+
+def _settings(value: Any, origin: str, key: str) -> Tree:
+    found = _mapping({} if value is None else value, origin, key)
+    for name in found:
+        if name in IDENTITY:
+            raise RecipeError(f"{origin}: {key}: {name} is chosen with {IDENTITY[name]}")
+    return found
 
 
 def _mapping(value: Any, origin: str, key: str) -> Tree:
