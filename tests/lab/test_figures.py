@@ -1,7 +1,10 @@
 """Figures: they are drawn from what there is, say what it is, and refuse by name what is not."""
 
+import errno
 import itertools
 import math
+import os
+from pathlib import Path
 
 import pytest
 from fabricate import Fake, study, sweep
@@ -174,3 +177,16 @@ def test_a_figure_that_fails_leaves_the_old_one(tmp_path, runs, monkeypatch):
         figure(2, runs, path)
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_drive_that_takes_no_writes_is_told(tmp_path, runs, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "draft")
+
+    class Drawn:
+        savefig = staticmethod(refuse)
+
+    monkeypatch.setitem(FIGURES, "2", lambda study, variant: Drawn())
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ResultsError, match=r"f\.png cannot be written: Read-only file system$"):
+        figure(2, runs, tmp_path / "f.png")

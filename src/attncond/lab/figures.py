@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
@@ -50,9 +51,10 @@ def figure(
         image.savefig(draft, dpi=150)
         os.replace(draft, path)  # in one piece, or not at all
     except OSError as error:
-        raise ResultsError(f"{path} cannot be written: {error}") from error
+        raise ResultsError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a drive that takes no writes refuses this one, too
+            draft.unlink(missing_ok=True)
     return path
 
 
