@@ -106,6 +106,20 @@ def test_seeds_that_are_none(text, capsys):
     assert "seeds" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["20260307", "0-99999999999999999999", "3,7-99999"])
+def test_a_seed_that_would_be_so_many_is_told(text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["digits", "--seeds", text])
+    assert caught.value.code == 2
+    assert "are more than 10,000 seeds; one seed has a comma" in capsys.readouterr().err
+    assert seeds_of("20260307,") == [20260307]
+
+
+def test_no_variant_is_not_all_of_them(capsys):
+    assert main([*SMOKE, "--variants", ""]) == 2  # of a script whose variable is not set
+    assert "'digits' has no variant ''" in capsys.readouterr().err
+
+
 def test_one_after_the_other(tmp_path, capsys):
     assert main([*SMOKE, "--out", str(tmp_path), "--seeds", "2"]) == 0
     said = capsys.readouterr().out

@@ -188,7 +188,7 @@ def run_command(
         from attncond.lab import run as runner
 
         call = [*names, "--form", form, "--seeds", seeds, "--out", str(out), "--jobs", str(jobs)]
-        call += ["--variants", variants] if variants else []
+        call += ["--variants", variants] if variants is not None else []
         _settings([*(settings or ()), *(grid or ())])  # a mistake is told before anything starts
         for option, pairs in (("--set", settings), ("--grid", grid)):
             for pair in pairs or ():

@@ -47,6 +47,7 @@ __all__ = [
 MARGIN = SECONDS_TO_SAVE + 5
 """Seconds before the time limit in which runs under way are saved, and processes end."""
 LONGEST = 255  # bytes of a file's name, on nearly every drive
+MOST = 10_000  # seeds: who asks for more means the one with that number
 
 
 @dataclass(frozen=True)
@@ -232,12 +233,17 @@ def seeds_of(text: str) -> list[int]:
     ([0, 1, 2], [2, 3, 4], [0, 7], [5])
     """
     try:
-        found: list[int] = []
+        spans = []
         for part in text.removesuffix(",").split(","):
             first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
+            spans.append(range(int(first), int(last or first) + 1))
         if text.isdecimal():
-            found = list(range(int(text)))
+            spans = [range(int(text))]
+        if sum(span.stop - span.start for span in spans) > MOST:
+            raise argparse.ArgumentTypeError(
+                f"'{text}' are more than {MOST:,} seeds; one seed has a comma behind it, as 42,"
+            )
+        found = [seed for span in spans for seed in span]
         if found and len(set(found)) == len(found):
             return found
     except ValueError:
@@ -313,7 +319,7 @@ def run(args: argparse.Namespace) -> int:
         args.names,
         args.out,
         form=args.form,
-        variants=[v.strip() for v in args.variants.split(",")] if args.variants else None,
+        variants=None if args.variants is None else [v.strip() for v in args.variants.split(",")],
         seeds=args.seeds,
         overrides=dict(args.settings),
         grid=grid,
