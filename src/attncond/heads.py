@@ -108,7 +108,8 @@ def add(site: Site, method: HeadMethod, sites: int) -> None:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     mark = torch.ones((), dtype=torch.uint8, device=device)
     module.register_buffer(_BUFFERS[type(method)], mark)
-    if isinstance(module, nn.MultiheadAttention) and _no_fast_path not in _pre_hooks(module):
+    hooks = module._forward_pre_hooks.values()
+    if isinstance(module, nn.MultiheadAttention) and _no_fast_path not in hooks:
         module.register_forward_pre_hook(_no_fast_path)
 
 
@@ -124,10 +125,6 @@ def drop(module: nn.Module, method: type[HeadMethod]) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
         if hook is _no_fast_path:
             del module._forward_pre_hooks[key]
-
-
-def _pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return list(module._forward_pre_hooks.values())
 
 
 def _no_fast_path(module: nn.Module, args: Any) -> None:

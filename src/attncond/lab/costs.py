@@ -104,14 +104,14 @@ def memory(study: Study, models: dict[str, str] | None = None) -> Table:
     return Table(title, columns, tuple(rows), tuple(data), notes, missing, _TEXTS)
 
 
-def flops(study: Study, models: dict[str, str] | None = None) -> Table:
+def flops() -> Table:
     """Table 9."""
     columns = (
         *("model", "projections, FLOPs", "paper", "XW + λX, added", "share"),
         *("X·s(W + λI), added", "share"),
     )
     rows, data = [], []
-    for one in _all(models):
+    for one in _all():
         found = one.original
         numbers = {
             "model": one.model,
@@ -143,7 +143,7 @@ def flops(study: Study, models: dict[str, str] | None = None) -> Table:
     return Table(title, columns, tuple(rows), tuple(data), notes, (), _TEXTS)
 
 
-def _all(models: dict[str, str] | None) -> Iterator[Counted]:
+def _all(models: dict[str, str] | None = None) -> Iterator[Counted]:
     for label, name in (models or _MODELS).items():
         try:
             yield counted(label, Model(name=name), 1000, 224)

@@ -177,7 +177,7 @@ def _costs(which: str) -> Callable[[Study, Sequence[Run]], Table]:
     def make(study: Study, runs: Sequence[Run]) -> Table:
         from attncond.lab import costs  # builds models
 
-        return costs.memory(study) if which == "8" else costs.flops(study)
+        return costs.memory(study) if which == "8" else costs.flops()
 
     return make
 
