@@ -312,6 +312,16 @@ def test_export(name, strict):
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", [ac.Spectral(), ac.RemoveGap()], ids=["spectral", "gap"])
+def test_torchscript_script_is_refused_by_name(method):
+    model = nn.TransformerEncoderLayer(16, 2).eval()
+    handle = ac.condition(model, method)
+    with pytest.raises(ac.ConditioningError, match=r"jit\.script .*MultiheadAttention: fold\(\)"):
+        torch.jit.script(model)
+    handle.remove()
+    torch.jit.script(model)
+
+
 def test_torchscript_trace():
     model = vit.make(dtype=torch.float32)
     ac.condition(model, ac.Spectral())

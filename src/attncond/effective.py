@@ -100,6 +100,12 @@ class Conditioned(nn.Module):
         whole = all(f"{prefix}{key}" in state_dict for key in corrections.buffers(self))
         corrections.note_load(self, whole)
 
+    def __prepare_scriptable__(self) -> Any:  # which torch.jit.script asks for first
+        raise ConditioningError(
+            f"torch.jit.script cannot compile a conditioned {class_name(self)}: fold() or remove() "
+            "the conditioning first, or use torch.jit.trace, torch.compile or torch.export"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls: Any = type(self)
         state: Callable[[], Any] = self.__getstate__
