@@ -1,7 +1,7 @@
 """What a module remembers of the correction of its weights, and the weights that come of it.
 
-A record of plain data for each parameter, and the numbers in buffers beside it, so that checkpoints
-hold them. How the parameter then reads as s·(W + C) is :mod:`attncond.effective`'s.
+A record for each parameter, and its numbers in buffers beside it, so that checkpoints hold them.
+How the parameter then reads as s·(W + C) is told in :mod:`attncond.effective`.
 """
 
 from __future__ import annotations

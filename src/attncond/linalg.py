@@ -108,7 +108,7 @@ def track_norm(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def matrices(a: Tensor) -> tuple[Tensor, torch.Size]:
-    """A batch ``(b, m, n)`` in float32 or float64, and what stood in place of b; or a refusal."""
+    """``(..., m, n)`` as ``(b, m, n)``, in float32 at the least, and the shape that became b."""
     if a.ndim < 2 or 0 in a.shape[-2:] or not a.is_floating_point():
         raise ValueError(f"expected real matrices (..., m, n), not {a.dtype} {tuple(a.shape)}")
     wide = torch.promote_types(a.dtype, torch.float32)
