@@ -148,7 +148,7 @@ def test_the_global_generators_are_left_alone():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 101}, "do not fill one batch of 101"),
+        ({"batch_size": 101}, "do not fill one batch of 101: .* data.validation smaller"),
         ({"batch_size": 60, "world": 2}, "do not fill one batch of 120"),
         ({"batch_size": 15, "augment": Augment(mixup=0.8)}, "is odd"),
         ({"batch_size": 0}, "at least 1"),
