@@ -18,8 +18,11 @@ from attention_forms import (
     close,
     compare,
     compiled,
+    einsum,
+    flattened,
     fused,
     keys_first,
+    linalg,
     logits_of,
     make_mask,
     matmul,
@@ -27,7 +30,9 @@ from attention_forms import (
     normal,
     sdpa,
     split_heads,
+    values_first,
     viewed,
+    where,
     with_open_rows,
 )
 from naive import attention, conditioned
@@ -664,6 +669,53 @@ def test_a_mask_that_is_scaled_with_the_logits_hides_as_it_did(mask, on):
     if PRE in on:
         wanted = PRE.equilibrate(torch.where(wanted.norm(dim=-1, keepdim=True) < 1e-12, 0, wanted))
     close(conditioned(form, *on)(q, k, v), wanted)
+
+
+UNMASKED = (matmul, where, flattened, viewed, split_heads, einsum, values_first, keys_first, linalg)
+
+
+@methods
+@pytest.mark.parametrize("form", [fused, *UNMASKED], ids=lambda f: f.__name__)
+def test_logits_that_no_mask_lowered_hide_nothing(form, on):
+    """Of weights that are drawn wide, or grew without bounds."""
+    if form is split_heads and PRE in on:
+        return
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+    q = q * 1e5
+    assert logits_of(q, k, None).min() < 3 * HIDDEN
+    close(conditioned(form, *on)(q, k, v, None), attention(q, k, v, on), 1e-9)
+
+
+def in_a_view(logits):
+    logits.view(-1, 4, 4).masked_fill_(AHEAD, -INF)
+
+
+def in_its_data(logits):
+    logits.data[..., AHEAD] = -INF
+
+
+def in_what_is_detached(logits):
+    logits.detach()[:, :, AHEAD] = -INF
+
+
+def with_out(logits):
+    torch.add(logits, additive(~AHEAD, -INF), out=logits[:])
+
+
+@methods
+@pytest.mark.parametrize(
+    "write", [in_a_view, in_its_data, in_what_is_detached, with_out], ids=lambda f: f.__name__
+)
+def test_masks_that_are_written_through_a_view_of_the_logits(write, on):
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+
+    def form(q, k, v):
+        logits = logits_of(q, k, None)
+        write(logits)
+        return logits.softmax(-1) @ v
+
+    with torch.no_grad():
+        close(conditioned(form, *on)(q, k, v), attention(q, k, v, on, ~AHEAD))
 
 
 TURNED = torch.arange(3, -1, -1)

@@ -70,6 +70,8 @@ class Logits(NamedTuple):
 
     def shown(self) -> Tensor:
         """Which of its entries are of keys that their query sees."""
+        if not self.masked:  # however low they are
+            return self.remembered()
         visible = _above(self.tensor, HIDDEN)
         return visible if self.visible is None else visible & self.visible
 
@@ -126,6 +128,7 @@ class Recognition(TorchFunctionMode):
         self.logits: list[Logits] = []
         self.matrices: list[Matrix] = []
         self.overwritten: set[int] = set()
+        self.written = False  # into logits, which may have views
 
     def _fused(self, attention: FusedAttention) -> Tensor:
         """The heads' outputs."""
@@ -179,6 +182,7 @@ class Recognition(TorchFunctionMode):
             return self._use_matrix(matrix, call)
         logits = self._logits(operands)
         if logits is not None and name in SOFTMAXES and operands[0] is logits.tensor:
+            logits = self._wary(logits)
             self.softmaxes += 1
             chosen = self.softmax in (0, self.softmaxes)
             return self._softmax(logits, call) if chosen else call.run()
@@ -188,15 +192,25 @@ class Recognition(TorchFunctionMode):
         ):
             # Less its maximum, a row that is hidden as a whole could not be told from an open one,
             # and a mask of -1e4 that is divided by √d not from a bias.
-            logits = logits._replace(visible=logits.shown())
+            logits = logits._replace(visible=self._wary(logits).shown())
+        into = call.target if call.target is not None else call.kwargs.get("out")
+        if logits is not None and into is not None and name not in SCALINGS:
+            self.written = True
         result = call.run()
         if name in PRODUCTS and (logits is not None or not call.projects):
             added = name == "baddbmm" and self.hidden > HIDDEN
             shown = _above(operands[0], self.hidden).expand_as(result) if added else None
-            self.logits.append(Logits(result, shown, masked=name == "baddbmm"))
+            masked = name == "baddbmm" or logits is not None
+            self.logits.append(Logits(result, shown, masked=masked))
         elif logits is not None:
             self._follow(logits, call, result)
         return result
+
+    def _wary(self, logits: Logits) -> Logits:
+        """The same, masked where a mask may have come in unseen: through a view, or compiled."""
+        return logits._replace(
+            masked=logits.masked or self.written or torch.compiler.is_compiling()
+        )
 
     def _logits(self, operands: list[Tensor]) -> Logits | None:
         """The logits among the operands; those with keys in all columns, before those with sinks.
@@ -266,6 +280,8 @@ class Recognition(TorchFunctionMode):
         elif visible is not None and name in ORDERS:
             visible = visible.expand_as(logits.tensor).gather(call.ordered, result.indices)
         masked = logits.masked or name not in CASTS | RESHAPES | REARRANGEMENTS | SCALINGS
+        if name in JOINS:
+            masked = sinks or any(p.masked for p in parts)
         for i, part in enumerate(_made(call, result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.logits.append(Logits(part, shown, sinks, masked))
