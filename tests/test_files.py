@@ -75,12 +75,6 @@ def test_what_was_there_stays_and_nothing_is_left_behind(tmp_path, monkeypatch, 
     assert names(tmp_path) == ["page.html"]
 
 
-def test_text_that_has_no_bytes_in_utf_8(tmp_path):
-    with pytest.raises(UnicodeEncodeError):
-        write_text(tmp_path / "x.json", "\ud800")
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("data", [[], {}, {"schema": "thing/2", "n": 1}])
 def test_what_is_of_another_schema_is_not_taken_apart(data):
     with (
