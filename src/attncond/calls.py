@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attncond.errors import UnsupportedAttentionError
 from attncond.readonly import EffectiveWeight
@@ -21,6 +22,13 @@ SCALINGS = frozenset(
         *("div", "div_", "divide", "divide_", "true_divide", "true_divide_"),
         *("__truediv__", "__itruediv__", "tanh", "tanh_"),
         *("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum", "hardtanh"),
+    )
+)
+# Looked up, as torch.export before torch 2.12 has names that are no str.
+IN_PLACE = frozenset(
+    (
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"),
+        *(n for n in {*dir(torch), *dir(Tensor), *dir(F)} if n.endswith("_") and n[0] != "_"),
     )
 )
 SUMS = frozenset(("sum", "mean"))
@@ -146,16 +154,7 @@ class TorchCall(NamedTuple):
     @property
     def target(self) -> Tensor | None:
         """The tensor that it writes into, if it does."""
-        in_place = self.name.endswith("_") and not self.name.startswith("__")
-        if in_place or self.name in (
-            "__setitem__",
-            "__iadd__",
-            "__isub__",
-            "__imul__",
-            "__itruediv__",
-        ):
-            return self.operands()[0]
-        return None
+        return self.operands()[0] if self.name in IN_PLACE else None
 
     @property
     def dim(self) -> int:
