@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from attncond.lab.plan import Planned, plan
 from attncond.lab.results import load_runs
-from attncond.lab.run import MARGIN, Planned, interruptible, plan, run_many
+from attncond.lab.run import MARGIN, interruptible, run_many
 from attncond.lab.runs import Run
 from attncond.lab.timing import Starts
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import attncond as ac
 from attncond.lab.distributed import accelerated, blocks
 from attncond.lab.folder import RunFolder
+from attncond.lab.plan import plan
 from attncond.lab.recipe import load
-from attncond.lab.run import plan
 from attncond.lab.train import train
 from attncond.lab.trained import make
 

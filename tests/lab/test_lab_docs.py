@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from attncond.cli import app
 from attncond.lab import run as runner
+from attncond.lab.plan import plan
 from attncond.lab.recipe import load
 from attncond.lab.results import collect, dumps, load_runs
 
@@ -61,7 +62,7 @@ def test_commands_of_the_pages(line: str, folder: Path, monkeypatch: pytest.Monk
         variants = args.variants.split(",") if args.variants else None
         kinds = {"form": args.form, "variants": variants, "seeds": args.seeds}
         settings = dict(args.settings)
-        planned.extend(runner.plan(args.names, args.out, overrides=settings, **kinds))
+        planned.extend(plan(args.names, args.out, overrides=settings, **kinds))
         return 0
 
     monkeypatch.setattr(runner, "main", checked)

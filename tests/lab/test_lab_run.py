@@ -1,4 +1,4 @@
-"""Running recipes: what is planned, several at once, and what a crash, Ctrl-C or a limit leaves."""
+"""Running recipes: what is said, several at once, and what a crash, Ctrl-C or a limit leaves."""
 
 import importlib.util
 import json
@@ -13,8 +13,8 @@ import pytest
 
 from attncond.lab import run as runner
 from attncond.lab.folder import RunError
-from attncond.lab.recipe import RecipeError
-from attncond.lab.run import main, plan, run_many, seeds_of
+from attncond.lab.plan import plan
+from attncond.lab.run import main, run_many
 from attncond.lab.timing import Starts
 
 pytestmark = pytest.mark.xdist_group("lab-run")
@@ -25,29 +25,6 @@ SMOKE = ["digits", "--form", "smoke", "--variants", ",".join(VARIANTS)]
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def test_the_runs_of_a_recipe(tmp_path):
-    runs = plan(["digits"], tmp_path, form="smoke", seeds=[0, 2])
-    assert len(runs) == 12
-    assert runs[1].folder == tmp_path / "digits/smoke/baseline/seed2"
-    assert runs[1].config.seed == 2
-    assert runs[0].kind == runs[1].kind != runs[2].kind
-    some = plan(["digits", "vit-cifar10"], tmp_path, form="smoke", variants=["gap"])
-    assert [r.config.recipe for r in some] == ["digits", "vit-cifar10"]
-    with pytest.raises(RecipeError, match="no variant 'gaps'"):
-        plan(["digits"], tmp_path, variants=["gaps"])
-
-
-def test_a_grid_has_folders_of_its_own(tmp_path):
-    grid = {"optim.lr": ["1e-3", "2e-3"], "optim.weight_decay": ["0.1"]}
-    runs = plan(["digits"], tmp_path, form="smoke", variants=["gap"], grid=grid)
-    assert [r.folder.relative_to(tmp_path).as_posix() for r in runs] == [
-        "digits/smoke/gap@lr=1e-3,weight_decay=0.1/seed0",
-        "digits/smoke/gap@lr=2e-3,weight_decay=0.1/seed0",
-    ]
-    assert [r.config.optim.lr for r in runs] == [1e-3, 2e-3]
-    assert {r.config.variant for r in runs} == {"gap"}
 
 
 def test_values_of_a_grid_may_have_commas(tmp_path, monkeypatch):
@@ -82,37 +59,6 @@ def test_mistakes_in_a_grid_are_told_as_the_grids(grid, said, tmp_path, capsys):
     told = capsys.readouterr().err
     assert said in told
     assert "--set" not in told
-
-
-def test_a_point_of_a_grid_that_cannot_name_a_folder_is_told(tmp_path, capsys):
-    grid = f"optim.lr=0.{'0' * 250}1"
-    assert main(["digits", "--form", "smoke", "--grid", grid, "--out", str(tmp_path)]) == 2
-    assert "is too long for the name of a folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [("1", [0]), ("3", [0, 1, 2]), ("2-4", [2, 3, 4]), ("0,7-8", [0, 7, 8]), ("5,", [5])],
-)
-def test_seeds(text, wanted):
-    assert seeds_of(text) == wanted
-
-
-@pytest.mark.parametrize("text", ["", "0", "x", "-1", "4-2", "1,1", "1.5", ",", "1,,"])
-def test_seeds_that_are_none(text, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["digits", "--seeds", text])
-    assert caught.value.code == 2
-    assert "seeds" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["20260307", "0-99999999999999999999", "3,7-99999"])
-def test_a_seed_that_would_be_so_many_is_told(text, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["digits", "--seeds", text])
-    assert caught.value.code == 2
-    assert "are more than 10,000 seeds; one seed has a comma" in capsys.readouterr().err
-    assert seeds_of("20260307,") == [20260307]
 
 
 def test_no_variant_is_not_all_of_them(capsys):
@@ -217,7 +163,10 @@ def test_a_model_that_cannot_be_is_told_once_and_before_anything_starts(setting,
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("wrong", [["--jobs", "0"], ["--set", "optim.lr"], ["--grid", "=1"], []])
+@pytest.mark.parametrize(
+    "wrong",
+    [["--jobs", "0"], ["--set", "optim.lr"], ["--grid", "=1"], ["--seeds", "20260307"], []],
+)
 def test_mistakes_in_the_call(wrong, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["digits", *wrong] if wrong else [])

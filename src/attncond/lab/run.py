@@ -19,14 +19,12 @@ of what was trained already.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import re
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,35 +32,16 @@ from typing import NoReturn
 
 from attncond.errors import ConditioningError
 from attncond.lab.config import Config
-from attncond.lab.folder import Interrupted, Result, RunError, RunFolder, run_path
+from attncond.lab.folder import Interrupted, Result, RunError, RunFolder
+from attncond.lab.plan import Planned, grid_values, plan, seeds_of
 from attncond.lab.pool import Pool
 from attncond.lab.timing import Starts, first_step, heard
 from attncond.lab.worker import SECONDS_TO_SAVE, job
 
-__all__ = [
-    *("MARGIN", "Outcome", "Planned", "add_arguments", "interruptible", "main", "plan", "run"),
-    *("run_many", "seeds_of"),
-]
+__all__ = ["MARGIN", "Outcome", "add_arguments", "interruptible", "main", "run", "run_many"]
 
 MARGIN = SECONDS_TO_SAVE + 5
 """Seconds before the time limit in which runs under way are saved, and processes end."""
-LONGEST = 255  # bytes of a file's name, on nearly every drive
-MOST = 10_000  # seeds: who asks for more means the one with that number
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A run, and where."""
-
-    config: Config
-    folder: Path
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """The architecture, and all that a compiled step depends on."""
-        from attncond.lab.objective import compile_key
-
-        return repr(self.config.model), compile_key(self.config)
 
 
 @dataclass(frozen=True)
@@ -86,54 +65,6 @@ class Outcome:
         return ", ".join([*parts, f"{v['seconds']:.0f} s"])
 
 
-def plan(
-    names: Sequence[str],
-    root: Path,
-    *,
-    form: str = "small",
-    variants: Sequence[str] | None = None,
-    seeds: Sequence[int] = (0,),
-    overrides: Mapping[str, str] | None = None,
-    grid: Mapping[str, Sequence[str]] | None = None,
-) -> list[Planned]:
-    """The runs of recipes; all variants unless some are named.
-
-    Each point of a grid has a folder of its own: ``VARIANT@lr=1e-3``.
-
-    Raises:
-        RecipeError: No such recipe, form or variant, or settings that cannot be run.
-    """
-    from attncond.lab.recipe import RecipeError, load
-
-    grid = grid or {}
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    planned = []
-    for recipe in map(load, names):
-        chosen = itertools.product(variants or recipe.variants, points, seeds)
-        for variant, point, seed in chosen:
-            config = recipe.config(form, variant, seed, overrides, point)
-            folder = run_path(root, config)
-            if point:
-                label = ",".join(f"{k.rpartition('.')[2]}={_named(v)}" for k, v in point.items())
-                folder = folder.parents[1] / f"{variant}@{label}" / folder.name
-                if len(os.fsencode(folder.parent.name)) > LONGEST:
-                    raise RecipeError(
-                        f"--grid: '{folder.parent.name}' is too long for the name of a folder; "
-                        "give this point by --set, with an --out of its own"
-                    )
-            planned.append(Planned(config, folder))
-    return planned
-
-
-def _named(value: str) -> str:
-    """A value of a grid in a folder's name: without what YAML writes around it.
-
-    >>> _named("['spectral:kappa=2,scope=head', gap]")
-    'spectral:kappa=2,scope=head,gap'
-    """
-    return re.sub(r"[/\\]", "-", re.sub(r"[\[\]{}\"'\s]", "", value))
-
-
 def run_many(
     runs: Sequence[Planned],
     *,
@@ -152,7 +83,7 @@ def run_many(
     make a step before the deadline, by what those before it needed, is not begun.
 
     Args:
-        runs: What :func:`plan` gives.
+        runs: What :func:`attncond.lab.plan.plan` gives.
         jobs: Worker processes; they share the GPU, or the GPUs, of this machine.
         data, resume, test, deadline: As for :func:`attncond.lab.train.train`.
         starts: What earlier calls with the same deadline learnt of how long runs take to begin.
@@ -226,50 +157,11 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def seeds_of(text: str) -> list[int]:
-    """``5``: the first five; ``2-4``: two, three and four; ``0,7``: these; ``5,``: this one.
-
-    >>> seeds_of("3"), seeds_of("2-4"), seeds_of("0,7"), seeds_of("5,")
-    ([0, 1, 2], [2, 3, 4], [0, 7], [5])
-    """
-    try:
-        spans = []
-        for part in text.removesuffix(",").split(","):
-            first, _, last = part.partition("-")
-            spans.append(range(int(first), int(last or first) + 1))
-        if text.isdecimal():
-            spans = [range(int(text))]
-        if sum(span.stop - span.start for span in spans) > MOST:
-            raise argparse.ArgumentTypeError(
-                f"'{text}' are more than {MOST:,} seeds; one seed has a comma behind it, as 42,"
-            )
-        found = [seed for span in spans for seed in span]
-        if found and len(set(found)) == len(found):
-            return found
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"'{text}' is no number of seeds, nor a range as 0-4 or 0,7")
-
-
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"'{text}' must be KEY=VALUE, e.g. optim.lr=1e-3")
     return key.strip(), value
-
-
-def _values(key: str, text: str) -> list[str]:
-    """Those of ``--grid KEY=A,B``; what has a comma of its own stands in quotes or brackets."""
-    from attncond.lab.reading import YamlError, split_values
-    from attncond.lab.recipe import RecipeError
-
-    try:
-        values = split_values(text)
-    except YamlError as error:
-        raise RecipeError(f"--grid {key}={text}: {error}") from error
-    if not values:
-        raise RecipeError(f"--grid {key}={text}: there is no value")
-    return values
 
 
 def _count(text: str) -> int:
@@ -314,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.time()
     grid: dict[str, list[str]] = {}
     for key, text in args.grid:
-        grid.setdefault(key, []).extend(_values(key, text))
+        grid.setdefault(key, []).extend(grid_values(key, text))
     runs = plan(
         args.names,
         args.out,
