@@ -3,11 +3,13 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
 import attncond as ac
-from attncond.files import dumps, unpacking, write_text
+from attncond.files import clear_drafts, dumps, unpacking, write_text
 
 
 def names(folder):
@@ -73,6 +75,25 @@ def test_what_was_there_stays_and_nothing_is_left_behind(tmp_path, monkeypatch, 
     monkeypatch.undo()
     assert path.read_text() == "old"
     assert names(tmp_path) == ["page.html"]
+
+
+def test_what_a_killed_write_left_goes_and_nothing_else(tmp_path):
+    path = tmp_path / "run[1].json"
+    script = (
+        "import os, signal, sys; from attncond.files import write_text\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_text(sys.argv[1], 'new')"
+    )
+    write_text(path, "old")
+    assert subprocess.run([sys.executable, "-c", script, path], check=False).returncode == -9
+    assert len(names(tmp_path)) == 2
+    others = [".run1.json.abcdefgh.tmp", ".run[1].json.tmp", ".run[1].json.mine.tmp", "x.tmp"]
+    for name in others:
+        (tmp_path / name).touch()
+    clear_drafts(path)
+    assert names(tmp_path) == sorted([*others, path.name])
+    assert path.read_text() == "old"
+    clear_drafts(tmp_path / "gone" / "x.json")
 
 
 @pytest.mark.parametrize("data", [[], {}, {"schema": "thing/2", "n": 1}])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import math
 import os
@@ -13,7 +15,7 @@ from typing import Any
 
 from attncond.errors import DiagnosisError
 
-__all__ = ["dumps", "plain", "unpacking", "write_bytes", "write_text"]
+__all__ = ["clear_drafts", "dumps", "plain", "unpacking", "write_bytes", "write_text"]
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
@@ -83,6 +85,18 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
         Path(name).unlink(missing_ok=True)
         raise
     return path
+
+
+def clear_drafts(path: str | os.PathLike[str]) -> None:
+    """Delete what :func:`write_bytes` left beside ``path`` where it was killed.
+
+    Only for who knows that nobody is writing the file now.
+    """
+    path = Path(path)
+    # Eight characters of those that mkstemp has: a file of the user's is hardly called so.
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.{'[a-z0-9_]' * 8}.tmp"):
+        with contextlib.suppress(OSError):  # nobody reads it: it only takes room
+            draft.unlink()
 
 
 def _umask() -> int:

@@ -98,6 +98,17 @@ def test_starting_over_leaves_what_is_not_the_run_s(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "notes.md"]
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_a_killed_write_left_goes_with_the_next_claim(tmp_path, resume):
+    RunFolder(tmp_path).claim(config(), resume=True)
+    (tmp_path / ".result.json.q_3abcde.tmp").touch()
+    (tmp_path / ".config.json.12345678.tmp").touch()
+    (tmp_path / ".notes.md.12345678.tmp").touch()  # an editor's, maybe
+    RunFolder(tmp_path).claim(config(), resume)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [".notes.md.12345678.tmp", "config.json"]
+
+
 @pytest.mark.parametrize("at", range(7))
 def test_starting_over_that_is_killed_leaves_nothing_to_go_on_with_otherwise(
     tmp_path, monkeypatch, at

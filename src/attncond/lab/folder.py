@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from attncond.errors import ConditioningError
-from attncond.files import dumps, write_text
+from attncond.files import clear_drafts, dumps, write_text
 from attncond.lab.config import Config
 
 __all__ = ["Interrupted", "Result", "RunError", "RunFolder", "run_path", "taken"]
@@ -116,6 +116,8 @@ class RunFolder:
         Raises:
             RunError: The folder is of another configuration; the message names what differs.
         """
+        for name in _OWN:
+            clear_drafts(self.path / name)
         if not resume:
             self._clear()
         file, new = self.path / "config.json", json.loads(config.model_dump_json())
