@@ -123,6 +123,15 @@ def test_data_that_is_not_there_is_told_once_and_before_anything_starts(tmp_path
     assert not out.exists()
 
 
+@pytest.mark.parametrize("text", ["rand-w0", "rand-m9-t3a"])
+def test_what_timm_or_the_lab_does_to_no_image_is_told_before_anything_starts(text, capsys):
+    assert main([*SMOKE, "--grid", f"data.augment.randaugment=rand-m9,{text}"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"attncond: data.augment.randaugment: '{text}'")
+    assert not said.out
+    assert not Path("runs").exists()
+
+
 def test_starting_over_needs_the_data_before_it_deletes_anything(tmp_path, capsys):
     folder = tmp_path / "runs/vit-cifar10/small/baseline/seed0"
     folder.mkdir(parents=True)

@@ -247,7 +247,7 @@ def _check(configs: Sequence[Config], folder: Path | None) -> None:
     from attncond.lab.data import find
     from attncond.lab.models import check
 
-    for data in {c.data.name: c.data for c in configs}.values():
+    for data in {(c.data.name, c.data.augment.randaugment): c.data for c in configs}.values():
         find(data, folder)
     # What a model starts with changes nothing about whether it can be built and read images.
     models = [(c.model.model_copy(update={"init": "default"}), c.data.image_size) for c in configs]

@@ -10,7 +10,14 @@ from torchvision.transforms import functional
 
 from attncond.lab.data import DataError
 from attncond.lab.data.draws import Draw, rank_places
-from attncond.lab.data.layers import _AMOUNTS, _NAMES, Layers, colour_jitter, rand_augment
+from attncond.lab.data.layers import (
+    _AMOUNTS,
+    _NAMES,
+    Layers,
+    colour_jitter,
+    rand_augment,
+    read_policy,
+)
 from attncond.lab.data.operations import OPERATIONS
 
 FILL = torch.tensor([100.0, 110.0, 120.0])
@@ -81,6 +88,11 @@ def test_levels_are_timm_s():
 def test_what_cannot_be_done_is_named(text, words):
     with pytest.raises(DataError, match=words):
         rand_augment(draw(), text, 32, FILL)
+    if text.startswith("rand-m9-t"):  # images that are read one by one get them
+        assert read_policy(text, in_memory=False)
+    else:
+        with pytest.raises(DataError, match=words):
+            read_policy(text, in_memory=False)
 
 
 def test_jitter_is_torchvision_s():

@@ -17,7 +17,7 @@ from attncond.lab.data.draws import Draw, Floats, Ints
 from attncond.lab.data.operations import OPERATIONS
 from attncond.lab.data.source import DataError
 
-__all__ = ["Layers", "colour_jitter", "rand_augment"]
+__all__ = ["Layers", "colour_jitter", "rand_augment", "read_policy"]
 
 _NAMES = tuple(OPERATIONS)
 _JITTER = ("Brightness", "Contrast", "Color")
@@ -77,7 +77,7 @@ def colour_jitter(draw: Draw, strength: float, fill: Tensor) -> Layers:
 
 def rand_augment(draw: Draw, text: str, size: int, fill: Tensor) -> Layers:
     """timm's RandAugment, as timm reads ``text``."""
-    policy = _parsed(text)
+    policy = read_policy(text, in_memory=True)
     operations = policy.ops
     random = draw.stream("randaugment")
     shape = (draw.count, policy.num_layers)
@@ -94,7 +94,12 @@ def rand_augment(draw: Draw, text: str, size: int, fill: Tensor) -> Layers:
     return Layers(draw, kinds, amounts, fill)
 
 
-def _parsed(text: str) -> Any:
+def read_policy(text: str, in_memory: bool) -> Any:
+    """RandAugment as timm reads ``text``.
+
+    Raises:
+        DataError: timm cannot read it, or it asks for more than images in memory get.
+    """
     from timm.data.auto_augment import rand_augment_transform
 
     hint = "as timm writes it, e.g. rand-m9-mstd0.5-inc1"
@@ -103,7 +108,7 @@ def _parsed(text: str) -> Any:
     except (AssertionError, ValueError) as error:
         raise DataError(f"data.augment.randaugment: '{text}' is no RandAugment, {hint}") from error
     unknown = sorted({each.name for each in policy.ops} - _AMOUNTS.keys())
-    if policy.choice_weights is not None or unknown:
+    if in_memory and (policy.choice_weights is not None or unknown):
         what = f"operations {', '.join(unknown)}" if unknown else "weighted choices"
         raise DataError(
             f"data.augment.randaugment: '{text}' asks for {what}, which images in memory do not "

@@ -15,6 +15,7 @@ from attncond.lab.data.binary import BINARY, BinarySet
 from attncond.lab.data.cache import kept
 from attncond.lab.data.digits import NOTE, read_digits
 from attncond.lab.data.folder import folder_note, image_folders, read_folders
+from attncond.lab.data.layers import read_policy
 from attncond.lab.data.parquet import PARQUET, ParquetSet
 from attncond.lab.data.places import data_folder
 from attncond.lab.data.source import DataError, DataSettings, Files, Source, Split
@@ -31,11 +32,14 @@ Part = TypeVar("Part", Split, Files)
 
 
 def find(data: DataSettings, root: Path | None = None) -> None:
-    """See that the files of a data set are there, without reading them.
+    """See that the files of a data set are there, without reading them, and what is done to them.
 
     Raises:
-        DataError: They are not, with what was looked for, where, and how to get it.
+        DataError: They are not, with what was looked for, where, and how to get it; or nobody can
+            read how training images are varied.
     """
+    if data.augment.randaugment is not None:
+        read_policy(data.augment.randaugment, in_memory=data.name != "image_folder")
     folder = data_folder(root)
     if data.name == "image_folder":
         image_folders(folder)

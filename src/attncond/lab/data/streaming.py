@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from attncond.lab.data.decoding import in_colour
+from attncond.lab.data.layers import read_policy
 from attncond.lab.data.source import DataError, DataSettings, Files
 
 __all__ = ["Stream"]
@@ -136,24 +137,20 @@ def _transform(files: Files, data: DataSettings, train: bool) -> Callable[[Any],
             "data.augment.crop pads small images; images from folders are cropped and resized at "
             "random as ImageNet's are. Set it to 0"
         )
-    try:
-        made: Callable[[Any], Any] = create_transform(
-            data.image_size,
-            is_training=train,
-            hflip=0.5 if augment.flip else 0.0,
-            color_jitter=augment.jitter or None,
-            auto_augment=augment.randaugment,
-            interpolation="bicubic",
-            mean=files.mean,
-            std=files.std,
-            crop_pct=0.875,
-            normalize=False,
-        )
-    except (AssertionError, ValueError) as error:
-        raise DataError(
-            f"data.augment.randaugment: timm does not understand '{augment.randaugment}'; "
-            "e.g. rand-m9-mstd0.5-inc1"
-        ) from error
+    if augment.randaugment:
+        read_policy(augment.randaugment, in_memory=False)
+    made: Callable[[Any], Any] = create_transform(
+        data.image_size,
+        is_training=train,
+        hflip=0.5 if augment.flip else 0.0,
+        color_jitter=augment.jitter or None,
+        auto_augment=augment.randaugment,
+        interpolation="bicubic",
+        mean=files.mean,
+        std=files.std,
+        crop_pct=0.875,
+        normalize=False,
+    )
     for step in getattr(made, "transforms", ()):
         for operation in getattr(step, "ops", ()):
             if operation.name.startswith("Posterize"):
