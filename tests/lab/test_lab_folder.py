@@ -25,6 +25,12 @@ def test_where_a_run_is(tmp_path):
     assert run_path(tmp_path, config()) == tmp_path / "digits/smoke/gap/seed3"
 
 
+def test_a_name_that_tensorboard_cannot_write_is_told_readably(tmp_path):
+    assert run_path(tmp_path / "é", config())
+    with pytest.raises(RunError, match=r"caf\\xe9/digits/.*: this name is not UTF-8"):
+        run_path(tmp_path / os.fsdecode(b"caf\xe9"), config())
+
+
 def test_metrics_go_back_with_the_checkpoint(tmp_path):
     files = RunFolder(tmp_path)
     for step in (5, 10, 15):

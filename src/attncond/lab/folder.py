@@ -69,8 +69,21 @@ class Result:
 
 
 def run_path(root: Path, config: Config) -> Path:
-    """``root/RECIPE/FORM/VARIANT/seed0``."""
-    return root / config.recipe / config.form / config.variant / f"seed{config.seed}"
+    """``root/RECIPE/FORM/VARIANT/seed0``.
+
+    Raises:
+        RunError: The name is not UTF-8.
+    """
+    path = root / config.recipe / config.form / config.variant / f"seed{config.seed}"
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise RunError(
+            f"{shown}: this name is not UTF-8, in which TensorBoard has to write it. Choose "
+            "another folder with --out"
+        ) from None
+    return path
 
 
 class RunFolder:
