@@ -92,6 +92,24 @@ def test_a_variant_that_nobody_watched_is_refused_with_a_command(vit):
         overview("3", "XCiT-M")(vit, None)
 
 
+@pytest.mark.parametrize("level", [0.0, 2.0])
+def test_curves_that_hardly_change_do_not_touch_the_border(tmp_path, level):
+    folder = Fake("spectral", methods=("spectral",), watch=True).write(tmp_path)
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    for place, line in enumerate(lines):
+        record = json.loads(line)
+        for row in record.get("rows", ()):
+            for name in row["values"].keys() & {"q_sigma_max", "k_sigma_max", "v_sigma_max"}:
+                row["values"][name] = level * (1 + 1e-3 * place)
+        lines[place] = json.dumps(record)
+    (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
+    _, ax = separate("6", "ViT-B", "sigma_max")(group(load_runs([tmp_path])), None).axes
+    bottom, top = ax.get_ylim()
+    highest = max(max(line.get_ydata()) for line in ax.lines)
+    assert bottom == 0
+    assert top > 1.04 * highest
+
+
 def test_a_curve_without_any_value_is_told(tmp_path):
     folder = Fake(watch=True, lam=0.0).write(tmp_path)
     Fake("spectral", methods=("spectral",), watch=True).write(tmp_path)

@@ -144,8 +144,9 @@ def separate(name: str, architecture: str, quantity: str) -> Draw:
         for ax in (left, right):
             if quantity == "kappa" and drawing.spans(ax, 20):
                 ax.set_yscale("log")
-            elif quantity != "kappa":
-                ax.set_ylim(bottom=0)
+            elif quantity != "kappa" and ax.lines:
+                # With room above in proportion to the axis, not to how much the curves vary.
+                ax.set_ylim(0, 1.05 * ax.dataLim.y1 or None)
             drawing.legend(ax, 2)
         title = found.title(name, f"{symbol} over training, {found.variant.label}")
         return drawing.finish(image, title, found.caption())
