@@ -117,6 +117,22 @@ def test_html_is_one_page_and_runs_nothing():
     assert text.count("&lt;img") == 2 + 1 + 3 + 1 + 2
 
 
+@pytest.mark.parametrize("place", [1, 2])
+def test_headers_models_and_variants_stay_in_sight_where_a_page_is_scrolled(place):
+    """What says whose numbers these are; a variant only beside the model that it is placed by."""
+    columns, rows = [list(COLUMNS[:-1])], [list(row[:-1]) for row in ROWS]
+    for row in (*columns, *rows):
+        row.insert(place, row.pop(1))
+    text = made(columns=tuple(columns[0]), rows=tuple(map(tuple, rows))).to_html()
+    stuck = ["variant", "baseline", "spectral", "spectral"] if place == 1 else []
+    assert re.findall(r'class="text name">([^<]*)<', text) == stuck
+    rules = {"th", "th:first-child, td:first-child", "th.name, td.name"}
+    assert set(re.findall(r"(t[^{}]*?) {\s*position: sticky", text)) == rules
+    region = re.search(r"<div [^>]*><table>.*</table></div>", text, re.DOTALL)[0]
+    assert 'tabindex="0"' in region  # keys scroll it
+    assert NOTE.strip() not in region
+
+
 def test_every_format_has_a_name():
     assert set(FORMATS) == {"text", "markdown", "html", "csv", "json"}
     assert len({make(made()) for make in FORMATS.values()}) == 5

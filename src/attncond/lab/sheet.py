@@ -16,14 +16,23 @@ __all__ = ["FORMATS", "Table"]
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 96rem; padding: 0 1rem; }
-div { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; font-size: 1.2rem; padding: .5rem 0; }
-th, td { padding: .3rem .8rem; text-align: right; white-space: nowrap; }
+div { overflow: auto; max-height: calc(100vh - 7rem); }
+@media print { div { max-height: none; } }
+h1 { font-size: 1.2rem; }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .8rem; text-align: right; white-space: nowrap; background: Canvas; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
-thead th { border-bottom: 2px solid; vertical-align: bottom; }
-tbody tr { border-bottom: 1px solid #8884; }
-tbody tr.new { border-top: 2px solid #8888; }
+td.text { white-space: normal; min-width: 9rem; }
+th { position: sticky; top: 0; vertical-align: bottom; border-bottom: 2px solid; }
+th:first-child, td:first-child {
+  position: sticky; left: 0; box-sizing: border-box; width: 7rem; min-width: 7rem; max-width: 7rem;
+  white-space: normal; overflow-wrap: anywhere;
+}
+td { border-bottom: 1px solid #8884; }
+tr.new td { border-top: 2px solid #8888; }
+td:first-child, td.name { z-index: 1; }
+th:first-child, th.name { z-index: 2; }
+@media (min-width: 40rem) { th.name, td.name { position: sticky; left: 7rem; } }
 code { background: #8882; padding: .1rem .3rem; border-radius: .2rem; }
 """
 
@@ -87,7 +96,13 @@ class Table:
     def to_html(self) -> str:
         """One page that needs nothing else; everything in it is escaped."""
         columns, rows = self.shown()
-        kinds = ['class="text"' if name in self.texts else "" for name in columns]
+        # A row is told by its model and variant: both stay in sight, whatever is scrolled.
+        kinds = [
+            f'class="text{" name" if (i, name) == (1, "variant") else ""}"'
+            if name in self.texts
+            else ""
+            for i, name in enumerate(columns)
+        ]
         head = "".join(
             f'<th scope="col" {k}>{escape(c)}</th>' for c, k in zip(columns, kinds, strict=True)
         )
@@ -108,7 +123,8 @@ class Table:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{escape(self.title)}</title><style>{_STYLE}</style></head>\n<body>"
-            f"<div><table><caption>{escape(self.title)}</caption>\n"
+            f'<h1 id="title">{escape(self.title)}</h1>\n'
+            '<div role="region" aria-labelledby="title" tabindex="0"><table>\n'
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n"
             f"{notes}{missing}</body></html>\n"
         )
