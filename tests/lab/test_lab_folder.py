@@ -29,6 +29,8 @@ def test_a_name_that_tensorboard_cannot_write_is_told_readably(tmp_path):
     assert run_path(tmp_path / "é", config())
     with pytest.raises(RunError, match=r"caf\\xe9/digits/.*: this name is not UTF-8"):
         run_path(tmp_path / os.fsdecode(b"caf\xe9"), config())
+    with pytest.raises(RunError, match="is not UTF-8"), RunFolder(Path(os.fsdecode(b"caf\xe9"))):
+        pytest.fail("it was taken")
 
 
 def test_metrics_go_back_with_the_checkpoint(tmp_path):

@@ -74,7 +74,11 @@ def run_path(root: Path, config: Config) -> Path:
     Raises:
         RunError: The name is not UTF-8.
     """
-    path = root / config.recipe / config.form / config.variant / f"seed{config.seed}"
+    return _named(root / config.recipe / config.form / config.variant / f"seed{config.seed}")
+
+
+def _named(path: Path) -> Path:
+    """The path, if everything can write its name."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -102,7 +106,7 @@ class RunFolder:
         if not self.main:
             return self
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            _named(self.path).mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")
         except OSError as error:
             raise RunError(
