@@ -41,6 +41,9 @@ TRIPLES = [tuple(name.format(role) for role in "qkv") for name in NAMES]
 WORDS = ("{}", "{}_proj", "{}_projection", "lin_{}", "W_{}", "linear_{}", "{}_layer", "to_{}")
 TRIPLES += [tuple(w.format(role) for role in ("query", "key", "value")) for w in WORDS]
 TRIPLES += [("W_Q", "W_K", "W_V"), ("queries", "keys", "values"), ("toQuery", "toKey", "toValue")]
+for name in ("{}Proj", "linear{}", "W{}", "w{}1", "{}1_proj"):
+    TRIPLES.append(tuple(name.format(r if name[0] == "{" else r.upper()) for r in "qkv"))
+TRIPLES.append(("queryLayer", "keyLayer", "valueLayer"))
 
 
 @pytest.mark.parametrize("names", TRIPLES)
@@ -108,6 +111,27 @@ def test_norms_of_queries_and_keys_are_no_attention():
     plan = inspect(nn.Sequential(norms))
     assert not plan.sites
     assert not plan.unsupported
+
+
+@pytest.mark.parametrize("name", ["vq", "vq_layer", "_pre_vq_conv", "vqProj"])
+def test_vector_quantisation_is_no_fused_weight(name):
+    model = attention(("encoder", name, "decoder"), cls="Tokenizer")
+    plan = inspect(nn.Sequential(model))
+    assert not plan.sites
+    assert not plan.unsupported
+
+
+@pytest.mark.parametrize("name", ["linearQKV", "qkvProj", "queryKeyValue", "Wqkv2", "toKV"])
+def test_fused_weights_are_told_by_every_way_of_writing_words(name):
+    plan = inspect(nn.Sequential(attention(("first", name, "last"), cls="Layer")))
+    (row,) = plan.unsupported
+    assert f"the order of rows in '{name}' cannot be guessed" in row.reason
+
+
+def test_two_queries_and_keys_for_one_value_are_reported():
+    children = ("q1_proj", "k1_proj", "q2_proj", "k2_proj")  # differential attention
+    module = attention(("v_proj", "o_proj", "other"), cls="Layer", children=children, num_heads=2)
+    assert len(inspect(nn.Sequential(module)).unsupported) == 1
 
 
 @pytest.mark.parametrize(

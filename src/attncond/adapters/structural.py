@@ -22,9 +22,11 @@ _ROLE_WORDS: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("k", re.compile(r"^(to|w)?(ks?|keys?)$")),
     ("v", re.compile(r"^(to|w)?(vs?|values?)$")),
 )
-_FUSED_WORD = re.compile(r"^(?:to|w)?([qkv]{2,3})[sz]?$")
+# "vq" is vector quantisation.
+_FUSED_WORD = re.compile(r"^(?:to|w)?(?!vqs?$)([qkv]{2,3})[sz]?$")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # The word for the query in a name, with those for key and value that go with it.
-_QUERY = re.compile(r"(?<![A-Za-z])([tT]o|[wW])?(query|queries|Query|qs|q|Q)(?![A-Za-z])")
+_QUERY = re.compile(r"(?:[tT]o|[wW])?(query|queries|Query|qs|q|Q)")
 _PARTNERS = {
     "q": ("k", "v"),
     "Q": ("K", "V"),
@@ -83,10 +85,10 @@ def heads_of(module: nn.Module) -> int | None:
 def roles(name: str) -> str:
     """Which of Q, K and V the words of a name say that it makes, in the order of the words.
 
-    >>> roles("add_k_proj"), roles("to_qkv_mlp"), roles("query_key_value"), roles("out_proj")
+    >>> roles("add_k_proj"), roles("to_qkv_mlp"), roles("queryKeyValue"), roles("out_proj")
     ('k', 'qkv', 'qkv', '')
     """
-    found, words = "", name.lower().split("_")
+    found, words = "", [word.lower() for word in _WORD.findall(name)]
     # Norms have weights of any shape; MoCo's encoder_q and encoder_k are whole models.
     if any("norm" in word or word == "encoder" for word in words):
         return ""
@@ -124,9 +126,12 @@ def triples(names: Collection[str]) -> list[tuple[str, str, str]]:
     """
     found = []
     for name in names:
-        for word in _QUERY.finditer(name):
-            before, after = name[: word.start(2)], name[word.end(2) :]
-            key, value = (f"{before}{other}{after}" for other in _PARTNERS[word[2]])
+        for word in _WORD.finditer(name):
+            query = _QUERY.fullmatch(name, word.start(), word.end())
+            if query is None:
+                continue
+            before, after = name[: query.start(1)], name[query.end(1) :]
+            key, value = (f"{before}{other}{after}" for other in _PARTNERS[query[1]])
             if key in names and value in names:
                 found.append((name, key, value))
     return found
