@@ -246,7 +246,7 @@ def _looks_like_attention(module: nn.Module, settled: set[str], inside: bool) ->
     maps += [
         n
         for n, p in module._parameters.items()
-        if p is not None and (structural.is_map(p) or n == "query")  # a learned one may be a vector
+        if p is not None and (structural.is_map(n, p) or n == "query")  # a learned one may be a vector
     ]
     parts = [n for n in maps if n not in settled]
     known = not isinstance(module, torch.jit.ScriptModule) and find_adapter(module)

@@ -41,7 +41,7 @@ TRIPLES = [tuple(name.format(role) for role in "qkv") for name in NAMES]
 WORDS = ("{}", "{}_proj", "{}_projection", "lin_{}", "W_{}", "linear_{}", "{}_layer", "to_{}")
 TRIPLES += [tuple(w.format(role) for role in ("query", "key", "value")) for w in WORDS]
 TRIPLES += [("W_Q", "W_K", "W_V"), ("queries", "keys", "values"), ("toQuery", "toKey", "toValue")]
-for name in ("{}Proj", "linear{}", "W{}", "w{}1", "{}1_proj"):
+for name in ("{}Proj", "linear{}", "W{}", "w{}1", "{}1_proj", "{}_conv"):
     TRIPLES.append(tuple(name.format(r if name[0] == "{" else r.upper()) for r in "qkv"))
 TRIPLES.append(("queryLayer", "keyLayer", "valueLayer"))
 
@@ -132,6 +132,37 @@ def test_two_queries_and_keys_for_one_value_are_reported():
     children = ("q1_proj", "k1_proj", "q2_proj", "k2_proj")  # differential attention
     module = attention(("v_proj", "o_proj", "other"), cls="Layer", children=children, num_heads=2)
     assert len(inspect(nn.Sequential(module)).unsupported) == 1
+
+
+@pytest.mark.parametrize(
+    "names", [("model_q", "model_k"), ("query_tower", "key_tower"), ("backbone_q", "backbone_k")]
+)
+def test_whole_models_are_no_projections(names):
+    model = nn.Module()
+    for name in names:
+        setattr(model, name, nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    assert not inspect(nn.Sequential(model)).unsupported
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        (("q_pos_embed", "kv_pos_embed"), (1, 9, 4)),
+        (("query_pos", "key_pos"), (9, 4)),
+        (("rel_q", "rel_k"), (9, 4)),
+        (("qk_scale", "gamma"), (2, 1, 1)),
+        (("qkv_bias", "proj_bias"), (3, 2, 4)),
+        (("q", "k"), ()),
+    ],
+)
+def test_what_is_added_to_tokens_or_scales_them_is_no_projection(names, shape):
+    block = nn.Module()
+    block.attn = nn.MultiheadAttention(4, 2)
+    for name in names:
+        setattr(block, name, nn.Parameter(torch.zeros(shape)))
+    plan = inspect(nn.Sequential(block))
+    assert [s.path for s in plan.sites] == ["0.attn"]
+    assert not plan.unsupported
 
 
 @pytest.mark.parametrize(

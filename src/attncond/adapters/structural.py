@@ -24,6 +24,13 @@ _ROLE_WORDS: tuple[tuple[Role, re.Pattern[str]], ...] = (
 )
 # "vq" is vector quantisation.
 _FUSED_WORD = re.compile(r"^(?:to|w)?(?!vqs?$)([qkv]{2,3})[sz]?$")
+# Whole models, as MoCo's encoder_q and encoder_k are.
+_MODELS = {"encoder", "model", "tower", "backbone", "network"}
+# Parameters that are added to tokens or to logits, or scale them.
+_ADDED = {
+    *("pos", "position", "positional", "rel", "relative", "embed", "embedding", "embeddings"),
+    *("bias", "biases", "scale", "table", "mask", "cache"),
+}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # The word for the query in a name, with those for key and value that go with it.
 _QUERY = re.compile(r"(?:[tT]o|[wW])?(query|queries|Query|qs|q|Q)")
@@ -89,8 +96,8 @@ def roles(name: str) -> str:
     ('k', 'qkv', 'qkv', '')
     """
     found, words = "", [word.lower() for word in _WORD.findall(name)]
-    # Norms have weights of any shape; MoCo's encoder_q and encoder_k are whole models.
-    if any("norm" in word or word == "encoder" for word in words):
+    # Norms have weights of any shape.
+    if any("norm" in word or word in _MODELS for word in words):
         return ""
     for word in words:
         if fused := _FUSED_WORD.match(word):
@@ -107,15 +114,20 @@ def maps(child: nn.Module | None) -> bool:
     return child is not None and any(
         hasattr(m, "out_features")
         or hasattr(m, "out_channels")
-        or any(is_map(p) for p in m._parameters.values() if p is not None)
+        or any(is_map(n, p) for n, p in m._parameters.items() if p is not None)
         for m in child.modules()
     )
 
 
-def is_map(parameter: Tensor) -> bool:
-    """Whether a parameter can be a matrix; one without a shape yet can."""
-    lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-    return lazy or parameter.ndim != 1
+def is_map(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter can be a matrix; one without a shape yet can.
+
+    >>> is_map("w_q", Tensor(4, 4)), is_map("q_pos_embed", Tensor(1, 9, 4))
+    (True, False)
+    """
+    if _ADDED.intersection(word.lower() for word in _WORD.findall(name)):
+        return False
+    return isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.ndim > 1
 
 
 def triples(names: Collection[str]) -> list[tuple[str, str, str]]:
@@ -146,7 +158,7 @@ def match(module: nn.Module) -> Site | None:
         q, k, v = (children[n] for n in names)
         if {"conv1d", "q_conv1d"} & module._modules.keys():
             raise UnsupportedAttentionError(RECURRENT)
-        if any(_CONVOLUTION.match(name) for name in module._modules):
+        if any(_CONVOLUTION.match(name) for name in module._modules if name not in names):
             raise UnsupportedAttentionError(CONVOLVED)
         if more := _beside(children, names):
             raise UnsupportedAttentionError(
