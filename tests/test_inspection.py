@@ -84,6 +84,15 @@ def test_a_weight_that_another_module_owns_is_listed_where_it_lives() -> None:
     assert {p.path for s in sites for p in s.projections} == {"x.qkv"}
 
 
+def test_projections_that_two_attentions_share_make_two_sites() -> None:
+    first, second = (holding("Attention", inner=nn.Linear(4, 4)) for _ in range(2))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        shared = nn.Linear(4, 4)
+        for module in (first, second):
+            setattr(with_heads(module), name, shared)
+    assert [s.path for s in ac.inspect(nn.ModuleList([first, second]))] == ["0", "1"]
+
+
 def test_inspection_changes_nothing() -> None:
     model = nn.TransformerDecoderLayer(8, 2)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -165,6 +174,11 @@ def holding(cls: str, **parts: nn.Module | nn.Parameter) -> nn.Module:
     return module
 
 
+def with_heads(module: nn.Module) -> nn.Module:
+    module.num_heads = 2
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -181,6 +195,7 @@ def holding(cls: str, **parts: nn.Module | nn.Parameter) -> nn.Module:
         (holding("DepthAttention", query=nn.Parameter(torch.zeros(4))), "were not recognised"),
         (named("MultiHeadedAttention", "first", "last"), "its class is named as attention"),
         (named("MultiheadSelfAttention", "weight"), "its class is named as attention"),
+        (with_heads(named("WindowAttention", "in_proj", "out")), "its class is named as attention"),
     ],
 )
 def test_what_looks_like_attention_is_reported(module: nn.Module, reason: str) -> None:
@@ -274,11 +289,77 @@ def test_the_lines_to_register_have_the_names_of_the_class(
     assert ac.inspect(module).sites
 
 
-def test_the_lines_to_register_a_parameter_of_the_module() -> None:
-    module = named("Attention")
-    module.num_heads, module.in_proj_weight = 2, nn.Parameter(torch.zeros(12, 4))
-    text = str(ac.inspect(module))
-    assert 'ac.fused(module, "qkv", heads=module.num_heads, name="in_proj_weight")' in text
+def parameters(container: type[nn.Module] | None = None, **sizes: int) -> nn.Module:
+    """Weights that are a module's own, or in a container that it holds under the name "proj"."""
+    module = named("Layer")
+    module.n_head = 2
+    weights = {name: nn.Parameter(torch.randn(rows, 4)) for name, rows in sizes.items()}
+    if container is None:
+        for name, weight in weights.items():
+            setattr(module, name, weight)
+    elif container is nn.ParameterDict:
+        module.proj = nn.ParameterDict(weights)
+    else:
+        module.proj = container({name: nn.Linear(4, rows) for name, rows in sizes.items()})
+    return module
+
+
+def in_sequences() -> nn.Module:
+    module = holding("Layer", **{f"to_{r}": nn.Sequential(nn.Linear(4, 4)) for r in "qkv"})
+    module.heads = 2
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (lambda: parameters(in_proj_weight=12), ["in_proj_weight"] * 3),
+        (lambda: parameters(Wqkv=12), ["Wqkv"] * 3),
+        (lambda: parameters(W_q=4, W_k=4, W_v=4), ["W_q", "W_k", "W_v"]),
+        (lambda: parameters(w_q=4, w_kv=8), ["w_q", "w_kv", "w_kv"]),
+        (lambda: parameters(nn.ModuleDict, q=4, k=4, v=4), [f"proj.{r}.weight" for r in "qkv"]),
+        (lambda: parameters(nn.ParameterDict, q=4, k=4, v=4), [f"proj.{r}" for r in "qkv"]),
+        (lambda: parameters(nn.ModuleDict, qkv=12), ["proj.qkv.weight"] * 3),
+        (in_sequences, [f"to_{r}.0.weight" for r in "qkv"]),
+    ],
+)
+def test_the_lines_to_register_work_as_they_are(
+    make: Callable[[], nn.Module], paths: list[str]
+) -> None:
+    module = make()
+    model = nn.ModuleDict({"known": nn.MultiheadAttention(4, 2), "own": module})
+    (row,) = ac.inspect(model).unsupported
+    assert '@ac.register("test_inspection.Layer")' in row.adapter
+    exec(row.adapter, {"ac": ac})
+    plan = ac.inspect(model)
+    assert not plan.unsupported
+    assert [s.path for s in plan] == ["known", "own"]
+    found = [f"{p.path}.{p.name}" for p in plan.sites[1].projections]
+    assert found == [f"own.{path}" for path in paths]
+    ac.condition(model, ac.Spectral()).fold()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.ModuleList([nn.ModuleDict({r: nn.Linear(4, 4) for r in "qkv"})]),
+        named("Attention", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    ],
+)
+def test_no_lines_to_register_where_none_could_help(module: nn.Module) -> None:
+    # Of a container every other would be taken for attention; of latent attention, factors for W_K.
+    plan = ac.inspect(nn.Sequential(module))
+    (row,) = plan.unsupported
+    assert row.adapter == ""
+    assert "ac.register" not in str(plan)
+    assert "docs/adapters.md" in str(plan)
+
+
+def test_a_refusal_of_an_adapter_gives_no_lines_and_those_of_another_row_are_shown() -> None:
+    ac.register(Child)(refuse)
+    plan = ac.inspect(nn.ModuleList([Child(), Own()]))
+    assert [bool(u.adapter) for u in plan.unsupported] == [False, True]
+    assert '@ac.register("test_inspection.Own")' in str(plan)
 
 
 def test_a_table_is_as_wide_as_its_widest_cell() -> None:

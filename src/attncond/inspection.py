@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from attncond.adapters import find_adapter, structural
+from attncond.adapters import Adapter, find_adapter, structural
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import SCRIPTED, Kind, Site, class_name
+from attncond.sites import SCRIPTED, Kind, Site, class_name, layers_with
 
 # Fused weights whose names do not say of what. `in_proj` is left out: state-space blocks have it.
 _FUSED = re.compile(r"^(c_attn|W_pack|in_proj_weight|att_proj|fused_attn_\w+)$")
-_SO_MANY = "heads=module.num_heads"
 # A class that says it attends, whatever it calls its weights.
 _ATTENDS = re.compile(r"(MultiHead\w*|Self|Cross|Causal|DotProduct)Attention$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Something that looks like attention and that no adapter can read."""
+    """Something that looks like attention and that no adapter can read.
+
+    ``adapter``: the lines that would support it, as far as names tell them; none where its weights
+    are known to be no Q, K and V.
+    """
 
     path: str
     cls: str
     parameters: tuple[str, ...]
     reason: str
+    adapter: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -112,36 +116,71 @@ def unsupported_table(rows: tuple[Unsupported, ...], advice: bool = True) -> str
     text = "not supported:\n" + table(("path", "class", "parameters", "reason"), body)
     if not advice:
         return text
-    return f"{text}\n\n{_how_to_register(rows[0])}"
+    given = next((u.adapter for u in rows if u.adapter), "")
+    if not given:
+        return f"{text}\n\ndocs/adapters.md tells how to teach attncond a class."
+    lines = "\n".join(f"    {line}" for line in given.splitlines())
+    return f"""{text}
 
+To support a class, tell attncond where its Q, K and V are:
 
-def _how_to_register(row: Unsupported) -> str:
-    """The lines that would support a class, with its own names as far as they are known."""
-    made = {n: "qkv" if _FUSED.match(n) else structural.roles(n) for n in row.parameters}
-    sets = [
-        f"ac.separate(module.{q}, module.{k}, module.{v}, {_SO_MANY})"
-        for q, k, v in structural.triples(made)
-    ]
-    if not sets:
-        single = {r: f"module.{n}" for n, r in reversed(made.items()) if len(r) == 1}
-        given = ", ".join(single.get(r, "None") for r in "qkv")
-        sets = [f"ac.separate({given}, {_SO_MANY})"] if single else []
-        for name, roles in made.items():
-            if len(roles) > 1 and name.endswith("_weight"):  # a parameter of the module's own
-                sets.append(f'ac.fused(module, "{roles}", {_SO_MANY}, name="{name}")')
-            elif len(roles) > 1:
-                sets.append(f'ac.fused(module.{name}, "{roles}", {_SO_MANY})')
-        sets = [f"ac.join({', '.join(sets)})"] if len(sets) > 1 else sets
-    given = ", ".join(sets) or f"ac.separate(module.q, module.k, module.v, {_SO_MANY})"
-    return f"""To support a class, tell attncond where its Q, K and V are:
-
-    @ac.register("{row.cls}")
-    def adapter(module):
-        return {given}
+{lines}
 
 This is made from names. The forward tells whether each of them is a matrix times the input, whether
 the rows of a fused weight are in this order, role after role, or head after head (head_major=True),
-and what the class calls its heads. docs/adapters.md has more."""
+and what the class calls its heads. What is no attention returns (). docs/adapters.md has more."""
+
+
+def _adapter(model: nn.Module, path: str, module: nn.Module) -> str:
+    """The lines that would support a module, with its own names as far as they are known."""
+    holder, place = module, "module"
+    if _is_container(module):  # a class that others use, too; the one around it is meant
+        outer, _, name = path.rpartition(".")
+        holder, place = model.get_submodule(outer), f"module{_step(name)}"
+        if not path or _is_container(holder):
+            return ""
+    so_many = f"heads=module.{structural.heads_name(holder) or 'num_heads'}"
+    made = {n: "qkv" if _FUSED.match(n) else structural.roles(n) for n in _maps(module)}
+
+    def separate(**names: str) -> str:
+        inside = {r: n for r, n in names.items() if n in module._parameters}
+        owners = [
+            place if r in inside else _weight(module, place, names[r]) if r in names else "None"
+            for r in "qkv"
+        ]
+        listed = ", ".join(f'"{inside.get(r, "weight")}"' for r in "qkv")
+        known = f"names=({listed}), " if inside else ""
+        return f"ac.separate({', '.join(owners)}, {known}{so_many})"
+
+    sets = [separate(q=q, k=k, v=v) for q, k, v in structural.triples(made)]
+    if not sets:
+        single = {r: n for n, r in reversed(made.items()) if len(r) == 1}
+        sets = [separate(**single)] if single else []
+        for name, roles in made.items():
+            if len(roles) > 1 and name in module._parameters:
+                sets.append(f'ac.fused({place}, "{roles}", {so_many}, name="{name}")')
+            elif len(roles) > 1:
+                sets.append(f'ac.fused({_weight(module, place, name)}, "{roles}", {so_many})')
+        sets = [f"ac.join({', '.join(sets)})"] if len(sets) > 1 else sets
+    given = ", ".join(sets) or f"ac.separate(module.q, module.k, module.v, {so_many})"
+    return f'@ac.register("{class_name(holder)}")\ndef adapter(module):\n    return {given}'
+
+
+def _weight(module: nn.Module, place: str, name: str) -> str:
+    """How an adapter names a child that is a projection, or that holds one layer with a weight."""
+    child = module._modules[name]
+    assert child is not None
+    inner = [] if structural.is_layer(child) else layers_with(child, "weight")
+    parts = inner[0].split(".") if len(inner) == 1 and inner[0] else []
+    return place + "".join(map(_step, [name, *parts]))
+
+
+def _step(name: str) -> str:
+    return f"[{name}]" if name.isdigit() else f".{name}"
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module).__module__ == nn.ModuleDict.__module__
 
 
 def inspect(model: nn.Module) -> Plan:
@@ -156,16 +195,23 @@ def inspect(model: nn.Module) -> Plan:
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect needs a torch.nn.Module, not {type(model).__name__}")
     paths: dict[int, str] = {id(m): path for path, m in model.named_modules()}
-    sites: list[Site] = []
     unsupported: list[Unsupported] = []
     covered: list[str] = []  # prefixes of modules that are settled, one way or the other
-    attending: list[str] = []  # those of them with sites; other parts of them may attend, too
+    # Those of them with sites; other parts of them may attend, too.
+    attending: dict[str, list[Site]] = {}
 
     for path, module in model.named_modules():
+        known = _known(module)
+        if not known and _claimed(module, path, attending):
+            continue  # it holds weights of an attention around it, whose adapter named them
         try:
-            found = _sites_of(module)
+            found = _sites_of(module, known)
         except UnsupportedAttentionError as error:
-            unsupported.append(_unsupported(path, module, str(error)))
+            told = isinstance(error.__cause__, AttributeError) or not (
+                known or str(error) in structural.NO_ROWS
+            )
+            lines = _adapter(model, path, module) if told else ""
+            unsupported.append(_unsupported(path, module, str(error), lines))
             covered.append(path)
             continue
         if found is None:
@@ -176,30 +222,34 @@ def inspect(model: nn.Module) -> Plan:
                 replace(p, path=paths.get(id(p.owner), "")) for p in site.projections
             )
             kind = kind_of if kind_of and site.kind == "self" else site.kind
-            sites.append(
+            attending.setdefault(path, []).append(
                 replace(site, module=module, path=path, projections=projections, kind=kind)
             )
         covered.append(path)
-        if found:
-            attending.append(path)
 
     for path, module in model.named_modules():
         if path in covered or any(_below(path, c) for c in covered if c not in attending):
             continue
         inside = any(_below(path, c) for c in attending)
-        if reason := _looks_like_attention(module, _holding(path, covered), inside):
-            if isinstance(module, torch.jit.ScriptModule):
-                reason = SCRIPTED
-            unsupported.append(_unsupported(path, module, reason))
+        settled = _holding(path, covered) | _claimed(module, path, attending)
+        if reason := _looks_like_attention(module, settled, inside):
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            lines = "" if scripted else _adapter(model, path, module)
+            reason = SCRIPTED if scripted else reason
+            unsupported.append(_unsupported(path, module, reason, lines))
             covered.append(path)
-    return Plan(tuple(sites), tuple(unsupported))
+    sites = tuple(site for found in attending.values() for site in found)
+    return Plan(sites, tuple(unsupported))
 
 
-def _sites_of(module: nn.Module) -> tuple[Site, ...] | None:
+def _known(module: nn.Module) -> Adapter | None:
+    return None if isinstance(module, torch.jit.ScriptModule) else find_adapter(module)
+
+
+def _sites_of(module: nn.Module, adapter: Adapter | None) -> tuple[Site, ...] | None:
     """The sites of a module; None if it is unknown, () if an adapter says there is no attention."""
     if isinstance(module, torch.jit.ScriptModule):
         return None  # it has no class to go by; the names in it are looked at later
-    adapter = find_adapter(module)
     try:
         found = adapter(module) if adapter else structural.match(module)
     except AttributeError as error:  # a subclass, or another version, that keeps them elsewhere
@@ -228,9 +278,36 @@ def _holding(path: str, covered: list[str]) -> set[str]:
     return {c[len(prefix) :].partition(".")[0] for c in covered if c.startswith(prefix)}
 
 
+def _claimed(module: nn.Module, path: str, attending: dict[str, list[Site]]) -> set[str]:
+    """The children and parameters of a module with weights of a site around it."""
+    steps = path.split(".") if path else []
+    around = [s for n in range(len(steps)) for s in attending.get(".".join(steps[:n]), ())]
+    weights = {id(p.raw) for site in around for p in site.projections}
+    if not weights:
+        return set()
+    children = {n: m for n, m in module._modules.items() if m is not None}
+    return {n for n, p in module._parameters.items() if id(p) in weights} | {
+        n for n, m in children.items() if any(id(p) in weights for p in m.parameters())
+    }
+
+
 def _names(module: nn.Module) -> list[str]:
     return [n for n, m in module._modules.items() if m is not None] + [
         n for n, p in module._parameters.items() if p is not None
+    ]
+
+
+def _maps(module: nn.Module) -> list[str]:
+    """The names of a module's children and parameters that can be matrices."""
+    tables = nn.Embedding | nn.EmbeddingBag  # of biases, say
+    found = [
+        n for n, m in module._modules.items() if structural.maps(m) and not isinstance(m, tables)
+    ]
+    return found + [
+        n
+        for n, p in module._parameters.items()
+        # A learned query may be a vector.
+        if p is not None and (structural.is_map(n, p) or n == "query")
     ]
 
 
@@ -239,18 +316,8 @@ def _looks_like_attention(module: nn.Module, settled: set[str], inside: bool) ->
 
     ``inside``: it is a part of one, as diffusers' processors are.
     """
-    tables = nn.Embedding | nn.EmbeddingBag  # of biases, say
-    maps = [
-        n for n, m in module._modules.items() if structural.maps(m) and not isinstance(m, tables)
-    ]
-    maps += [
-        n
-        for n, p in module._parameters.items()
-        if p is not None and (structural.is_map(n, p) or n == "query")  # a learned one may be a vector
-    ]
-    parts = [n for n in maps if n not in settled]
-    known = not isinstance(module, torch.jit.ScriptModule) and find_adapter(module)
-    adapter = "its adapter returned None" if known else "no adapter for this class"
+    parts = [n for n in _maps(module) if n not in settled]
+    adapter = "its adapter returned None" if _known(module) else "no adapter for this class"
     made = {n: structural.roles(n) for n in parts}
     if fused := [n for n, roles in made.items() if len(roles) > 1 or _FUSED.match(n)]:
         return f"{adapter}; the order of rows in '{fused[0]}' cannot be guessed"
@@ -262,7 +329,8 @@ def _looks_like_attention(module: nn.Module, settled: set[str], inside: bool) ->
     named = not settled and "Attention" in name and not recurrent  # of its own
     if found >= {"q", "k"} or (found and named) or (inside and len(found) > 1):
         return f"{adapter}; its query, key and value were not recognised"
-    if parts and not settled and _ATTENDS.search(name) and not recurrent:
+    attends = _ATTENDS.search(name) or ("Attention" in name and structural.heads_name(module))
+    if parts and not settled and attends and not recurrent:
         return f"{adapter}; its class is named as attention, but no weight as query, key or value"
     return None
 
@@ -271,8 +339,8 @@ def _has_parameters(module: nn.Module | None) -> bool:
     return module is not None and next(module.parameters(), None) is not None
 
 
-def _unsupported(path: str, module: nn.Module, reason: str) -> Unsupported:
+def _unsupported(path: str, module: nn.Module, reason: str, adapter: str) -> Unsupported:
     parameters = [
         n for n in _names(module) if n in module._parameters or _has_parameters(module._modules[n])
     ]
-    return Unsupported(path, class_name(module), tuple(parameters), reason)
+    return Unsupported(path, class_name(module), tuple(parameters), reason, adapter)

@@ -143,7 +143,7 @@ def raw_parameter(owner: nn.Module, name: str) -> Tensor:
     return parameter
 
 
-def _layers_with(owner: nn.Module, name: str) -> list[str]:
+def layers_with(owner: nn.Module, name: str) -> list[str]:
     """The modules inside of ``owner`` that have a parameter of that name."""
     return [path for path, m in owner.named_modules() if m._parameters.get(name) is not None]
 
@@ -158,7 +158,7 @@ def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
         raise UnsupportedAttentionError(
             f"the layer that holds the weight is wanted, such as an nn.Linear, not {type(owner)}"
         )
-    if name not in owner._parameters and (inner := _layers_with(owner, name)):
+    if name not in owner._parameters and (inner := layers_with(owner, name)):
         raise UnsupportedAttentionError(
             f"{class_name(owner)} has no '{name}' of its own, but holds layers that have "
             f"({', '.join(inner)}); if the projection is one of them alone, an adapter can name it"

@@ -69,6 +69,8 @@ RECURRENT = (
     "so that nothing bounds it by its Q, K and V"
 )
 CONVOLVED = "a convolution mixes tokens and channels between the projections and the product"
+# Reasons for which no rows can be named.
+NO_ROWS = (LATENT, RECURRENT, CONVOLVED)
 _CONVOLUTION = re.compile(r"^[qkv]_\w*conv\w*$")
 _LATENT = re.compile(r"^(q|kv|k|v)_(a|b|down|up)_proj(_with_mqa)?$|^to_latent_(q|kv|k|v)$")
 _CROSS = re.compile(r"Cross|EncDec")
@@ -89,6 +91,11 @@ def heads_of(module: nn.Module) -> int | None:
     return _attribute((module, getattr(module, "config", None)), _HEADS)
 
 
+def heads_name(module: nn.Module) -> str | None:
+    """Under which name a module itself says how many heads it has."""
+    return next((name for name in _HEADS if _attribute((module,), (name,))), None)
+
+
 def roles(name: str) -> str:
     """Which of Q, K and V the words of a name say that it makes, in the order of the words.
 
@@ -106,15 +113,18 @@ def roles(name: str) -> str:
     return "".join(dict.fromkeys(found))
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module says that it is a linear map, wherever its weight is kept."""
+    return hasattr(module, "out_features") or hasattr(module, "out_channels")
+
+
 def maps(child: nn.Module | None) -> bool:
     """Whether a child holds a linear map, also one whose weight is packed, flat or elsewhere.
 
     A norm of queries or keys has their name, and none.
     """
     return child is not None and any(
-        hasattr(m, "out_features")
-        or hasattr(m, "out_channels")
-        or any(is_map(n, p) for n, p in m._parameters.items() if p is not None)
+        is_layer(m) or any(is_map(n, p) for n, p in m._parameters.items() if p is not None)
         for m in child.modules()
     )
 
