@@ -23,6 +23,12 @@ def shifted_window_attention(module: Any) -> Site:
     return replace(site, hidden=-50.0)  # the mask of shifted windows is -100
 
 
+@register("torchvision.models.video.mvit.MultiscaleAttention")
+def multiscale_attention(module: Any) -> Site:
+    """Stacked [q; k; v], which convolutions may pool over neighbours before the product."""
+    return fused(module.qkv, "qkv", heads=module.num_heads)
+
+
 @register("torchvision.models.maxvit.RelativePositionalMultiHeadAttention")
 def relative_positional_attention(module: Any) -> Site:
     """Stacked [q; k; v], split by ``chunk``; windows and grids alike."""
