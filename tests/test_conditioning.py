@@ -559,11 +559,26 @@ def test_a_handle_is_asked_for_by_method():
     handle = ac.handle(model)
     assert handle.method == PRE
     assert "Precondition" in repr(handle)
-    assert "2 sites" in repr(handle)
+    assert "2 modules" in repr(handle)
     other = ac.handle(model, ac.Precondition)
     other.remove()
     with pytest.raises(ac.ConditioningError, match="overtaken"):
         handle.remove()
+
+
+@pytest.mark.parametrize("method", [GAP, PRE], ids=repr)
+def test_a_handle_takes_off_what_no_adapter_reads_any_more(method):
+    model, stock = vit.make(), vit.make()
+    ac.condition(model, method)
+    for each in (model, stock):  # as quantisation and adapters exchange layers
+        each.blocks[0].attn.qkv = nn.Sequential(each.blocks[0].attn.qkv)
+    assert len(ac.inspect(model).sites) == 1
+    handle = ac.handle(model)
+    assert "2 modules" in repr(handle)
+    handle.remove()
+    assert type(model.blocks[0].attn) is type(stock.blocks[0].attn)
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert torch.equal(vit.run(model), vit.run(stock))
 
 
 def test_parts_with_other_lengths_have_handles_of_their_own():

@@ -272,6 +272,29 @@ def test_values_with_an_adapter_are_not_folded():
     assert torch.equal(model(x), wanted)
 
 
+def test_values_that_were_exchanged_since_are_folded_as_they_are():
+    model, x = make("xca-bias"), inputs()
+    handle = ac.condition(model, GAP)
+    model.qkv = copy.deepcopy(model.qkv)
+    wanted = model(x)
+    handle.fold()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["own handle", "asked for later"])
+def test_values_that_can_be_read_no_more_are_not_folded(later):
+    model, x = make("xca-bias"), inputs()
+    handle = ac.condition(model, GAP)
+    model.qkv = nn.Sequential(model.qkv)
+    wanted, state = model(x), stock_state(model)
+    handle = ac.handle(model) if later else handle
+    with pytest.raises(ac.NotFoldableError, match=r"the model: its weights were exchanged"):
+        handle.fold()
+    assert same_state(model, state)
+    assert torch.equal(model(x), wanted)
+    handle.remove()
+
+
 def test_an_interrupted_fold_changes_nothing(monkeypatch):
     model = nn.ModuleList([make("xca-bias"), make("xca-bias", seed=1)])
     handle = ac.condition(model, GAP)

@@ -20,7 +20,6 @@ from attncond.heads import HeadMethod, add, conditioned_heads, drop
 from attncond.inspection import Plan, inspect
 from attncond.methods import METHODS, Method, Precondition, RemoveGap, Spectral
 from attncond.selection import check_weight, select, select_heads
-from attncond.sites import Site
 from attncond.weights import Certificate, Weight, certify, refresh, solve
 
 
@@ -80,7 +79,7 @@ def condition(
 
 def _condition_heads(
     model: nn.Module, plan: Plan, method: HeadMethod, skip_unsupported: bool
-) -> list[Site]:
+) -> list[nn.Module]:
     sites = select_heads(model, plan, method, skip_unsupported)
     counts = Counter(id(site.module) for site in sites if not site.optional)
     unique = {id(site.module): site for site in sites}.values()
@@ -92,7 +91,7 @@ def _condition_heads(
         for site in unique:
             _drop(site.module, type(method))
         raise
-    return sites
+    return [site.module for site in unique]
 
 
 def _drop(module: nn.Module, method: type[HeadMethod]) -> None:
@@ -135,23 +134,20 @@ def handle(model: nn.Module, method: type[Method] | None = None) -> Handle:
         raise ConditioningError(f"this model carries {names}, not {wanted}")
     carriers = _carriers(model, method)
     weights: list[Weight] = []
-    sites: list[Site] = []
     if method is Spectral:
         weights = [
             Weight(path, module, name, correction)
             for path, module in carriers.items()
             for name, correction in records(module).items()
         ]
-    else:
-        ids = {id(module) for module in carriers.values()}
-        sites = [site for site in inspect(model) if id(site.module) in ids]
     found = [each for module in carriers.values() for each in _on(module, method)]
     if len(set(found)) > 1:
         raise ConditioningError(
             "parts of this model were conditioned in different ways; ask for the handle of each "
             "part, e.g. ac.handle(model.encoder)"
         )
-    return Handle(model, found[0], weights=weights, heads=sites)
+    heads = () if method is Spectral else list(carriers.values())
+    return Handle(model, found[0], weights=weights, heads=heads)
 
 
 class Handle:
@@ -166,7 +162,7 @@ class Handle:
         method: Method,
         *,
         weights: Sequence[Weight] = (),
-        heads: Sequence[Site] = (),
+        heads: Sequence[nn.Module] = (),
     ) -> None:
         self.model = model
         self.method = method
@@ -176,7 +172,7 @@ class Handle:
         self._hooks: list[Any] = []
 
     def __repr__(self) -> str:
-        count = f"{len(self._weights)} weights" if self._weights else f"{len(self._heads)} sites"
+        count = f"{len(self._weights)} weights" if self._weights else f"{len(self._heads)} modules"
         state = self._ended or count
         return f"<attncond.Handle {self.method} on {type(self.model).__name__}: {state}>"
 
@@ -251,7 +247,8 @@ class Handle:
         """
         self._check_alive()
         if not isinstance(self.method, Spectral):
-            with overwritten(folded_heads(self.model, self._heads, self.method)):
+            plan = inspect(self.model)  # anew: what held W_V may have been exchanged since
+            with overwritten(folded_heads(self.model, self._heads, plan, self.method)):
                 pass  # to heads that still take the mean off, the new values are the same
             self._end("folded")
             return
@@ -274,8 +271,8 @@ class Handle:
         for weight in self._weights:
             uninstall(weight.owner)
         if not isinstance(self.method, Spectral):
-            for site in self._heads:
-                _drop(site.module, type(self.method))
+            for module in self._heads:
+                _drop(module, type(self.method))
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -288,7 +285,7 @@ class Handle:
                 "ac.condition(model, ...) conditions it anew"
             )
         carriers = {id(m) for m in _carriers(self.model, type(self.method)).values()}
-        owners = [w.owner for w in self._weights] + [s.module for s in self._heads]
+        owners = [w.owner for w in self._weights] + self._heads
         if any(id(owner) not in carriers for owner in owners):
             self._ended = "overtaken (another handle of the same model removed or folded it)"
             self._check_alive()

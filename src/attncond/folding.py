@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from attncond.corrections import check_calibrated, effective, flat, full, like, records, unflat
 from attncond.errors import ConditioningError, NotFoldableError
-from attncond.heads import HeadMethod
+from attncond.heads import HeadMethod, conditioned_heads
+from attncond.inspection import Plan
 from attncond.methods import Precondition
 from attncond.sites import Projection, Site
 from attncond.weights import Weight
@@ -58,8 +59,12 @@ def folded_weights(weights: Sequence[Weight]) -> Changed:
     return [(weight.raw, like(value, weight.raw)) for weight, value in folded.values()]
 
 
-def folded_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) -> Changed:
+def folded_heads(
+    model: nn.Module, modules: Sequence[nn.Module], plan: Plan, method: HeadMethod
+) -> Changed:
     """W_V with which the stock heads do what the method does, or a refusal by name.
+
+    ``modules``: those whose heads are conditioned; ``plan``: what the model has now.
 
     Attention over the channels of a head has a d×d matrix P with rows that sum to one, so that
     (P − 11ᵀ/d)V = P(V − 11ᵀV/d): it is enough to take the mean over the head's channels out of V,
@@ -70,6 +75,7 @@ def folded_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) ->
             "Precondition cannot be folded: the length of each row depends on the input, and no "
             "weight does. remove() takes it off."
         )
+    sites = [site for module in modules for site in plan if site.module is module]
     stuck = [site for site in sites if not site.over_channels]
     if stuck:
         more = f" and {len(stuck) - 1} more" if len(stuck) > 1 else ""
@@ -79,6 +85,14 @@ def folded_heads(model: nn.Module, sites: Sequence[Site], method: HeadMethod) ->
             "attention over channels (cross-covariance) alone; nothing was changed. remove() "
             "takes it off; ac.condition(part, ...) gives parts of the model a handle each."
         )
+    for module in modules:
+        if not any(site.module is module for site in sites):
+            record = conditioned_heads(module)
+            raise NotFoldableError(
+                f"RemoveGap cannot be folded in {(record and record.path) or 'the model'}: its "
+                "weights were exchanged since it was conditioned (by quantisation, or a "
+                "parametrisation) and can be read no more. Fold before that; remove() takes it off."
+            )
     return [pair for site in sites for pair in _centred(model, site)]
 
 
