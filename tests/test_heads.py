@@ -12,6 +12,7 @@ import torch._dynamo
 from cases import CASE, CASES, Case, _hf, _plain, _timm, _tokens, same_state, stock_state
 from naive import attention
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
@@ -503,6 +504,53 @@ def test_the_fused_inference_path_is_off_for_conditioned_layers_alone(norm_first
     after, count = calls_of(lambda: model(x, src_key_padding_mask=padding))
     assert torch.equal(after, before)
     assert count["_transformer_encoder_layer_fwd"] == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_of_multihead_attention_stay_parameters(training):
+    module = nn.MultiheadAttention(8, 2).train(training)
+    stock = dict(module.named_parameters())
+    condition(module, (GAP, PRE))
+    tokens = torch.randn(5, 2, 8)
+    module(tokens, tokens, tokens)[0].sum().backward()
+    for name in ("in_proj_weight", "in_proj_bias"):
+        assert getattr(module, name) is module.get_parameter(name) is stock[name]
+        assert getattr(module, name).grad is not None
+    torch.optim.SGD([module.in_proj_weight], lr=0.1)
+    twin = nn.MultiheadAttention(8, 2)
+    twin.in_proj_weight = module.in_proj_weight  # tied
+    prune.identity(module, "in_proj_weight")
+    assert module.in_proj_weight_orig is stock["in_proj_weight"]
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+@methods
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_of_multihead_attention_are_parametrized(training, on):
+    layer = nn.TransformerEncoderLayer(8, 2, 9, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 1).train(training)
+    stock = copy.deepcopy(model)
+    with torch.no_grad():
+        stock.layers[0].self_attn.in_proj_weight /= 2
+    handles, others = condition(model, on), condition(stock, on)
+    attention = model.layers[0].self_attn
+    parametrize.register_parametrization(attention, "in_proj_weight", Halved())
+    tokens, padding = torch.randn(2, 5, 8), torch.arange(5).expand(2, 5) > 3
+    for mask in (None, padding):
+        wanted = stock(tokens, src_key_padding_mask=mask)
+        torch.testing.assert_close(model(tokens, src_key_padding_mask=mask), wanted)
+    if not training:
+        with torch.no_grad(), pytest.raises(ac.ConditioningError, match="enable_nested_tensor"):
+            model(tokens, src_key_padding_mask=padding)
+    for handle in (*handles, *others):
+        handle.remove()
+    parametrize.remove_parametrizations(attention, "in_proj_weight")
+    assert type(attention) is nn.MultiheadAttention
+    torch.testing.assert_close(model(tokens), stock(tokens))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -6,6 +6,7 @@ and the output that results is preconditioned.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,12 +151,17 @@ class _OffFastPath(Tensor):
 
 
 def slow_path_weight(module: nn.Module) -> Tensor | None:
-    """``in_proj_weight`` of a MultiheadAttention whose heads are conditioned."""
+    """``in_proj_weight`` of a MultiheadAttention whose heads are conditioned, as it is read."""
     name = "in_proj_weight"
-    raw: Tensor | None = module._parameters.get(name, module.__dict__.get(name))
+    held: dict[str, Any] = module._parameters if name in module._parameters else module.__dict__
+    if name not in held:  # parametrize, which puts its own there, asks for that
+        raise AttributeError(name)
+    raw: Tensor | None = held[name]
     if raw is None or module.training or tracing() or isinstance(raw, DTensor):
         return raw  # in these there is no nested tensor to keep off
-    return raw.as_subclass(_OffFastPath)
+    # All others get the parameter: an alias has no .grad, and no optimizer takes it.
+    reader = sys._getframe(1).f_globals.get("__name__")
+    return raw.as_subclass(_OffFastPath) if reader == nn.TransformerEncoder.__module__ else raw
 
 
 def replicate_weight(module: nn.Module, weight: Tensor) -> None:

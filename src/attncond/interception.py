@@ -220,7 +220,8 @@ def nested(path: str) -> ConditioningError:
     """What to raise where nested tensors come in."""
     return ConditioningError(
         f"nested tensors in the attention of {path or 'the model'} are not supported; "
-        "use padded tensors and a mask"
+        "use padded tensors and a mask, and enable_nested_tensor=False where nn.TransformerEncoder "
+        "makes nested ones of those"
     )
 
 
