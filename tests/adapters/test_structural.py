@@ -246,6 +246,16 @@ def test_adapted_projections_are_read_below_the_adapter():
     assert site.projection("q").owner is wrapper.base_layer
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])  # bitsandbytes' quant_storage
+def test_a_packed_weight_is_not_counted_by_its_rows(dtype) -> None:
+    module = attention(num_heads=3)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        packed = torch.zeros(48, 1, dtype=dtype)
+        getattr(module, name).weight = nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(UnsupportedAttentionError, match=r"packs its weight \(12 rows\)"):
+        structural.match(module)
+
+
 class InOut(nn.Module):
     """A layer of one's own that stores (in, out), which no shape gives away when it is square."""
 

@@ -254,4 +254,11 @@ def row_count(child: nn.Module) -> int:
             f"whether {class_name(owner)} stores its weight as (out, in) or (in, out) cannot be "
             "seen; register an adapter that says so"
         )
-    return raw_parameter(owner, "weight").shape[axis]
+    weight, rows = raw_parameter(owner, "weight"), getattr(owner, "out_features", None)
+    packed = not weight.is_floating_point() or weight.shape[1] == 1
+    if isinstance(rows, int) and rows != weight.shape[axis] and packed:
+        raise UnsupportedAttentionError(
+            f"{class_name(owner)} packs its weight ({rows} rows) as {tuple(weight.shape)} numbers "
+            f"of {weight.dtype}; condition the model before it is quantised"
+        )
+    return weight.shape[axis]
