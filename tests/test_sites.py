@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import attncond as ac
+from attncond import adapters
 from attncond.errors import UnsupportedAttentionError
 from attncond.sites import Site, fused, join, project, raw_parameter, separate
 
@@ -347,3 +350,46 @@ def test_weights_on_the_meta_device_are_described_all_the_same() -> None:
     assert site.projections[2].rows.tolist() == [[16, 17, 18, 19], [20, 21, 22, 23]]
     assert site.projections[2].in_features == 6
     assert blocks(site, "v").shape == (2, 4, 6)
+
+
+class FromTheRight(nn.Module):
+    """Attention whose weights are parameters of its own, (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_q = nn.Parameter(torch.randn(8, 12))
+        self.w_kv = nn.Parameter(torch.randn(8, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        k, v = (x @ self.w_kv).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in (x @ self.w_q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def from_the_right(module: FromTheRight, transposed: bool = True) -> Site:
+    names = ("w_q", "", "")
+    return join(
+        separate(module, None, None, heads=3, names=names, transposed=transposed),
+        fused(module, "kv", heads=3, name="w_kv", transposed=transposed),
+    )
+
+
+def test_weights_that_multiply_from_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = oracle.prepare(FromTheRight()), torch.randn(2, 5, 8, dtype=torch.float64)
+    site = replace(from_the_right(model), module=model)
+    oracle.check(model, lambda: model(x), sites=[site])
+    rows = site.projection("v").rows
+    assert project("v", model, rows, name="w_kv", transposed=True).matrix().shape == (3, 4, 8)
+    with pytest.raises(UnsupportedAttentionError):
+        from_the_right(model, transposed=False)
+
+    monkeypatch.setattr(adapters, "_REGISTRY", dict(adapters._REGISTRY))
+    ac.register(FromTheRight)(from_the_right)
+    handle = ac.condition(model, ac.Spectral())
+    assert max(c.kappa for c in handle.certificates()) <= 2
+    for p in ac.inspect(model).sites[0].projections:
+        matrix = p.matrix(getattr(model, p.name)).flatten(0, 1)
+        assert torch.linalg.cond(matrix) <= 2
+    outputs = model(x)
+    handle.fold()
+    torch.testing.assert_close(model(x), outputs)

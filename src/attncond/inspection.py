@@ -126,9 +126,10 @@ To support a class, tell attncond where its Q, K and V are:
 
 {lines}
 
-This is made from names. The forward tells whether each of them is a matrix times the input, whether
-the rows of a fused weight are in this order, role after role, or head after head (head_major=True),
-and what the class calls its heads. What is no attention returns (). docs/adapters.md has more."""
+This is made from names. The forward tells whether each of them is a matrix times the input (for
+x @ W: transposed=True), whether the rows of a fused weight are in this order, role after role, or
+head after head (head_major=True), and what the class calls its heads. What is no attention returns
+(). docs/adapters.md has more."""
 
 
 def _adapter(model: nn.Module, path: str, module: nn.Module) -> str:

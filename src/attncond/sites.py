@@ -148,7 +148,7 @@ def layers_with(owner: nn.Module, name: str) -> list[str]:
     return [path for path, m in owner.named_modules() if m._parameters.get(name) is not None]
 
 
-def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
+def weight_of(owner: nn.Module, name: str, transposed: bool = False) -> tuple[nn.Module, int]:
     """Resolve wrappers, check that the weight is a matrix, and return (owner, output axis)."""
     while isinstance(base := getattr(owner, "base_layer", None), nn.Module):  # peft keeps W there
         owner = base
@@ -171,17 +171,22 @@ def weight_of(owner: nn.Module, name: str) -> tuple[nn.Module, int]:
     if weight.ndim < 2:
         raise UnsupportedAttentionError(f"weight of shape {tuple(weight.shape)} is not a matrix")
     # transformers' Conv1D (GPT-2) stores (in, out).
-    return owner, 1 if any(c.__name__ == "Conv1D" for c in type(owner).__mro__) else 0
+    in_out = transposed or any(c.__name__ == "Conv1D" for c in type(owner).__mro__)
+    return owner, 1 if in_out else 0
 
 
-def project(role: Role, owner: nn.Module, rows: Tensor, *, name: str = "weight") -> Projection:
+def project(
+    role: Role, owner: nn.Module, rows: Tensor, *, name: str = "weight", transposed: bool = False
+) -> Projection:
     """A projection from an explicit (heads, head_dim) index of rows, for layouts of your own.
+
+    ``transposed``: the weight is (in, out), as in ``x @ W``, and its columns are meant.
 
     >>> linear = nn.Linear(8, 24)
     >>> project("k", linear, torch.arange(8, 16).view(2, 4)).matrix().shape
     torch.Size([2, 4, 8])
     """
-    owner, axis = weight_of(owner, name)
+    owner, axis = weight_of(owner, name, transposed)
     size = raw_parameter(owner, name).shape[axis]
     if rows.ndim != 2 or rows.numel() == 0:
         raise UnsupportedAttentionError(f"rows must be (heads, head_dim), not {tuple(rows.shape)}")
@@ -208,10 +213,12 @@ def separate(
     kv_heads: int | None = None,
     kind: Kind = "self",
     names: tuple[str, str, str] = ("weight", "weight", "weight"),
+    transposed: bool = False,
 ) -> Site:
     """A site whose Q, K and V have a weight each (``nn.Linear``, 1x1 convolution, ``Conv1D``).
 
-    ``names`` are the parameters' names, for modules that hold the three weights themselves.
+    ``names`` are the parameters' names, for modules that hold the three weights themselves, and
+    ``transposed`` says that these are (in, out), as in ``x @ W``.
 
     >>> m = nn.ModuleDict({r: nn.Linear(16, 16) for r in "qkv"})
     >>> separate(m["q"], m["k"], m["v"], heads=4).projections[0].rows.shape
@@ -222,7 +229,7 @@ def separate(
     for role, owner, name in zip(roles, (q, k, v), names, strict=True):
         if owner is None:
             continue
-        owner, axis = weight_of(owner, name)
+        owner, axis = weight_of(owner, name, transposed)
         size = raw_parameter(owner, name).shape[axis]
         count = heads if role == "q" or kv_heads is None else kv_heads
         rows = torch.arange(size, device="cpu")  # whatever the default device is
@@ -242,6 +249,7 @@ def fused(
     head_major: bool = False,
     start: int = 0,
     name: str = "weight",
+    transposed: bool = False,
     kind: Kind = "self",
 ) -> Site:
     """A site whose roles share one weight.
@@ -249,6 +257,7 @@ def fused(
     Role by role (``[q; k; v]``, the default) or head by head (``head_major``: ``[q_1; k_1; v_1;
     q_2; ...]``), in the order given, from row ``start`` on. ``head_dim`` is inferred when all rows
     belong to the roles named and all heads are of one size, save those of ``v_head_dim``.
+    ``transposed``: the weight is (in, out), as in ``x @ W``, and its columns are meant.
 
     >>> site = fused(nn.Linear(8, 24), heads=2, head_major=True)
     >>> site.projection("k").rows
@@ -257,7 +266,7 @@ def fused(
     """
     if not order or set(order) - set("qkv") or len(set(order)) < len(order):
         raise UnsupportedAttentionError(f"order must be some of 'qkv', each once, not {order!r}")
-    owner, axis = weight_of(owner, name)
+    owner, axis = weight_of(owner, name, transposed)
     size = raw_parameter(owner, name).shape[axis] - start
     count = {r: heads if r == "q" or kv_heads is None else kv_heads for r in order}
     given = {r: v_head_dim if r == "v" and v_head_dim is not None else head_dim for r in order}
