@@ -581,6 +581,24 @@ def test_a_handle_takes_off_what_no_adapter_reads_any_more(method):
     assert torch.equal(vit.run(model), vit.run(stock))
 
 
+@pytest.mark.parametrize("method", [ac.Spectral(), GAP], ids=["Spectral", "RemoveGap"])
+@pytest.mark.parametrize("how", ["exchanged", "released"])
+def test_a_handle_of_which_a_part_has_gone_says_how_to_get_the_rest(how, method):
+    model, stock = vit.make(), vit.make()
+    handle = ac.condition(model, method)
+    if how == "exchanged":
+        model.blocks[1] = copy.deepcopy(stock.blocks[1])
+    else:
+        ac.handle(model.blocks[1]).remove()
+    for call in (handle.remove, handle.fold):
+        with pytest.raises(ac.ConditioningError, match=r"1 of the 2 places .* ac\.handle\(model"):
+            call()
+    ac.handle(model).remove()
+    assert torch.equal(vit.run(model), vit.run(stock))
+    with pytest.raises(ac.ConditioningError, match=r"overtaken.* stock model again"):
+        handle.remove()
+
+
 def test_parts_with_other_lengths_have_handles_of_their_own():
     model = vit.make()
     ac.condition(model.blocks[0], ac.Precondition(eps=1e-3))

@@ -286,7 +286,15 @@ class Handle:
             )
         carriers = {id(m) for m in _carriers(self.model, type(self.method)).values()}
         owners = [w.owner for w in self._weights] + self._heads
-        if any(id(owner) not in carriers for owner in owners):
+        left = sum(id(owner) in carriers for owner in owners)
+        if 0 < left < len(owners):
+            name = type(self.method).__name__
+            raise ConditioningError(
+                f"{len(owners) - left} of the {len(owners)} places that this handle conditioned "
+                "carry nothing any more (modules that were exchanged, or a part with a handle of "
+                f"its own); ac.handle(model, ac.{name}) gives the handle of those that are left"
+            )
+        if owners and not left:
             self._ended = "overtaken (another handle of the same model removed or folded it)"
             self._check_alive()
 
