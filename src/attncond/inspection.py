@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from attncond.adapters import Adapter, find_adapter, structural
+from attncond.adapters.naming import made
 from attncond.errors import UnsupportedAttentionError
-from attncond.sites import SCRIPTED, Kind, Site, class_name, layers_with
+from attncond.sites import SCRIPTED, Kind, Site, class_name
+from attncond.suggestion import suggested
 
-# Fused weights whose names do not say of what. `in_proj` is left out: state-space blocks have it.
-_FUSED = re.compile(r"^(c_attn|W_pack|in_proj_weight|att_proj|fused_attn_\w+)$")
 # A class that says it attends, whatever it calls its weights.
 _ATTENDS = re.compile(r"(MultiHead\w*|Self|Cross|Causal|DotProduct)Attention$", re.IGNORECASE)
 
@@ -132,58 +132,6 @@ head after head (head_major=True), and what the class calls its heads. What is n
 (). docs/adapters.md has more."""
 
 
-def _adapter(model: nn.Module, path: str, module: nn.Module) -> str:
-    """The lines that would support a module, with its own names as far as they are known."""
-    holder, place = module, "module"
-    if _is_container(module):  # a class that others use, too; the one around it is meant
-        outer, _, name = path.rpartition(".")
-        holder, place = model.get_submodule(outer), f"module{_step(name)}"
-        if not path or _is_container(holder):
-            return ""
-    so_many = f"heads=module.{structural.heads_name(holder) or 'num_heads'}"
-    made = {n: "qkv" if _FUSED.match(n) else structural.roles(n) for n in _maps(module)}
-
-    def separate(**names: str) -> str:
-        inside = {r: n for r, n in names.items() if n in module._parameters}
-        owners = [
-            place if r in inside else _weight(module, place, names[r]) if r in names else "None"
-            for r in "qkv"
-        ]
-        listed = ", ".join(f'"{inside.get(r, "weight")}"' for r in "qkv")
-        known = f"names=({listed}), " if inside else ""
-        return f"ac.separate({', '.join(owners)}, {known}{so_many})"
-
-    sets = [separate(q=q, k=k, v=v) for q, k, v in structural.triples(made)]
-    if not sets:
-        single = {r: n for n, r in reversed(made.items()) if len(r) == 1}
-        sets = [separate(**single)] if single else []
-        for name, roles in made.items():
-            if len(roles) > 1 and name in module._parameters:
-                sets.append(f'ac.fused({place}, "{roles}", {so_many}, name="{name}")')
-            elif len(roles) > 1:
-                sets.append(f'ac.fused({_weight(module, place, name)}, "{roles}", {so_many})')
-        sets = [f"ac.join({', '.join(sets)})"] if len(sets) > 1 else sets
-    given = ", ".join(sets) or f"ac.separate(module.q, module.k, module.v, {so_many})"
-    return f'@ac.register("{class_name(holder)}")\ndef adapter(module):\n    return {given}'
-
-
-def _weight(module: nn.Module, place: str, name: str) -> str:
-    """How an adapter names a child that is a projection, or that holds one layer with a weight."""
-    child = module._modules[name]
-    assert child is not None
-    inner = [] if structural.is_layer(child) else layers_with(child, "weight")
-    parts = inner[0].split(".") if len(inner) == 1 and inner[0] else []
-    return place + "".join(map(_step, [name, *parts]))
-
-
-def _step(name: str) -> str:
-    return f"[{name}]" if name.isdigit() else f".{name}"
-
-
-def _is_container(module: nn.Module) -> bool:
-    return type(module).__module__ == nn.ModuleDict.__module__
-
-
 def inspect(model: nn.Module) -> Plan:
     """Find every attention in ``model``; works on the meta device and changes nothing.
 
@@ -211,7 +159,7 @@ def inspect(model: nn.Module) -> Plan:
             told = isinstance(error.__cause__, AttributeError) or not (
                 known or str(error) in structural.NO_ROWS
             )
-            lines = _adapter(model, path, module) if told else ""
+            lines = suggested(model, path, module) if told else ""
             unsupported.append(_unsupported(path, module, str(error), lines))
             covered.append(path)
             continue
@@ -235,7 +183,7 @@ def inspect(model: nn.Module) -> Plan:
         settled = _holding(path, covered) | _claimed(module, path, attending)
         if reason := _looks_like_attention(module, settled, inside):
             scripted = isinstance(module, torch.jit.ScriptModule)
-            lines = "" if scripted else _adapter(model, path, module)
+            lines = "" if scripted else suggested(model, path, module)
             reason = SCRIPTED if scripted else reason
             unsupported.append(_unsupported(path, module, reason, lines))
             covered.append(path)
@@ -298,31 +246,16 @@ def _names(module: nn.Module) -> list[str]:
     ]
 
 
-def _maps(module: nn.Module) -> list[str]:
-    """The names of a module's children and parameters that can be matrices."""
-    tables = nn.Embedding | nn.EmbeddingBag  # of biases, say
-    found = [
-        n for n, m in module._modules.items() if structural.maps(m) and not isinstance(m, tables)
-    ]
-    return found + [
-        n
-        for n, p in module._parameters.items()
-        # A learned query may be a vector.
-        if p is not None and (structural.is_map(n, p) or n == "query")
-    ]
-
-
 def _looks_like_attention(module: nn.Module, settled: set[str], inside: bool) -> str | None:
     """What makes a module look like attention, apart from the children that are ``settled``.
 
     ``inside``: it is a part of one, as diffusers' processors are.
     """
-    parts = [n for n in _maps(module) if n not in settled]
+    parts = {n: roles for n, roles in made(module).items() if n not in settled}
     adapter = "its adapter returned None" if _known(module) else "no adapter for this class"
-    made = {n: structural.roles(n) for n in parts}
-    if fused := [n for n, roles in made.items() if len(roles) > 1 or _FUSED.match(n)]:
+    if fused := [n for n, roles in parts.items() if len(roles) > 1]:
         return f"{adapter}; the order of rows in '{fused[0]}' cannot be guessed"
-    found = set("".join(made.values()))
+    found = set("".join(parts.values()))
     # Roles may be missing: learned queries, keys or the whole matrix of another layer. That is told
     # from a scoring head or a vector of queries by the class's name alone.
     name = class_name(module).rpartition(".")[2]
