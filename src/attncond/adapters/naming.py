@@ -45,6 +45,8 @@ def roles(name: str) -> str:
     >>> roles("add_k_proj"), roles("to_qkv_mlp"), roles("queryKeyValue"), roles("out_proj")
     ('k', 'qkv', 'qkv', '')
     """
+    if _UNNAMED.match(name):
+        return "qkv"
     found, words = "", [word.lower() for word in _WORD.findall(name)]
     # Norms have weights of any shape.
     if any("norm" in word or word in _MODELS for word in words):
@@ -116,4 +118,4 @@ def made(module: nn.Module) -> dict[str, str]:
         # A learned query may be a vector.
         if p is not None and (is_map(n, p) or n == "query")
     ]
-    return {n: "qkv" if _UNNAMED.match(n) else roles(n) for n in names}
+    return {n: roles(n) for n in names}
