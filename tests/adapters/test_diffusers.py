@@ -80,7 +80,7 @@ def test_both_streams_reach_the_product(name: str) -> None:
     (call,) = oracle.record([image, text], lambda: model(IMAGE, TEXT))
     parts = zip((text, image), (TEXT, IMAGE), strict=True)
     rows = [
-        torch.einsum("bti,hci->bhtc", x, p.matrix()) + p.owner.bias.view(p.heads, 1, -1)  # type: ignore[operator, union-attr]
+        torch.einsum("bti,hci->bhtc", x, p.matrix()) + p.owner.bias.view(p.heads, 1, -1)
         for site, x in parts
         if (p := site.projection("v")) is not None
     ]
