@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from cases import CASE
+from processes import WORLD, together
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.xdist_group("distributed"),  # one pair of processes serves all tests here
 ]
 
-WORLD = 2
 STEPS = 6
 METHODS = {
     "identity": ac.Spectral(),
@@ -32,14 +31,8 @@ HEADS = (ac.Precondition(), ac.Spectral(), ac.RemoveGap())  # all at once
 
 
 def run(rank, folder):
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    try:
-        for key, (job, *args) in jobs().items():
-            torch.save(job(*args), f"{folder}/{key}.{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    for key, (job, *args) in jobs().items():
+        torch.save(job(*args), f"{folder}/{key}.{rank}.pt")
 
 
 def jobs():
@@ -59,7 +52,7 @@ def jobs():
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
-    mp.spawn(run, (str(folder),), nprocs=WORLD)
+    together(run, folder)
 
     def read(key):
         return [torch.load(folder / f"{key}.{rank}.pt", weights_only=True) for rank in range(WORLD)]

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from cases import CASE, CASES
 from full_disk import Full
+from processes import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -482,14 +482,9 @@ def test_kill_9_loses_at_most_the_last_record(tmp_path):
 
 
 def work(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            torch.save((ddp(rank, folder), fsdp(folder)), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        torch.save((ddp(rank, folder), fsdp(folder)), f"{folder}/{rank}.pt")
 
 
 def ddp(rank, folder):
@@ -533,7 +528,7 @@ def fsdp(folder):
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.xdist_group("distributed")
 def test_two_processes(tmp_path):
-    mp.spawn(work, (str(tmp_path),), nprocs=2)
+    together(work, tmp_path)
     (first, first_fsdp), (second, second_fsdp) = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
     )

@@ -9,7 +9,7 @@ import torch
 
 torch.set_num_threads(1)
 
-from attncond.lab.distributed import SharedError  # noqa: E402
+from attncond.lab.distributed import SharedError, leave  # noqa: E402
 from attncond.lab.folder import Interrupted  # noqa: E402
 from attncond.lab.recipe import load  # noqa: E402
 from attncond.lab.train import train  # noqa: E402
@@ -65,3 +65,4 @@ def main(root):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave(0)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, gather_object
 from torch import nn
-from torch.distributed import broadcast
+from torch.distributed import broadcast, destroy_process_group, is_initialized
 from torch.distributed.fsdp import fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,8 +23,8 @@ from attncond.lab.config import Config
 from attncond.lab.folder import RunError
 from attncond.lab.timing import Stop
 
-__all__ = ["SharedError", "accelerated", "agreed", "blocks", "sharding", "together"]
-__all__ += ["share_statistics", "wrap"]
+__all__ = ["SharedError", "accelerated", "agreed", "blocks", "leave", "share_statistics"]
+__all__ += ["sharding", "together", "wrap"]
 
 AGREE_EVERY = 10
 
@@ -132,3 +134,16 @@ def agreed(accelerator: Accelerator, stop: Stop, step: int) -> str | None:
     if stop.reason:
         accelerator.set_trigger()
     return (stop.reason or "another process's wish") if accelerator.check_trigger() else None
+
+
+def leave(code: int) -> NoReturn:
+    """End one of several processes, whose work is on disk, without finalizing the interpreter.
+
+    A thread of gloo may still let go of a tensor then, which aborts the process: the launcher would
+    report a failure of what has succeeded (github.com/pytorch/pytorch/pull/179291 tells the same).
+    """
+    if is_initialized() and code in (0, 1):  # any other code may be this process's alone
+        destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -298,4 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    if _several():
+        from attncond.lab.distributed import leave
+
+        leave(ended)
+    sys.exit(ended)
