@@ -26,9 +26,9 @@ from torch.nn.functional import gelu
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from attncond import kernels as kernels_of
+from attncond.attention_matrices import subtract
 from attncond.methods import Precondition
 from attncond.methods.gap import centre, visible_mean
-from attncond.recognition import subtract
 
 Heads = Callable[[Tensor, Tensor, Tensor], Tensor]
 

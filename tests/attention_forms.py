@@ -41,6 +41,7 @@ def additive(visible: Tensor, low: float, dtype: torch.dtype = torch.float64) ->
 
 
 LEAST = torch.finfo(torch.float64).min
+AHEAD = torch.ones(4, 4, dtype=torch.bool).triu(1)  # the keys that a causal mask hides
 
 
 def make_mask(
@@ -291,6 +292,15 @@ WRITTEN = (
 )
 ASSIGNED = (stabilised_in_place, stabilised_elsewhere)  # which torch.compile shows to no mode
 FORMS = FUSED + WRITTEN
+
+
+GATE = torch.tensor([1.0, 0.5])[:, None, None]  # a factor for each of two heads
+
+
+def gathered(v: Tensor, places: Tensor) -> Tensor:
+    """The values at each query's places, (..., queries, places, channels)."""
+    whole = v.unsqueeze(-3).expand(*places.shape[:-1], *v.shape[-2:])
+    return whole.gather(-2, places[..., None].expand(*places.shape, v.shape[-1]))
 
 
 # What is compared ---------------------------------------------------------------------------------

@@ -171,6 +171,15 @@ class TorchCall(NamedTuple):
         given = self.args[before] if len(self.args) > before else self.kwargs.get("dim", -1)
         return int(given)
 
+    def made(self, result: Any) -> list[Tensor]:
+        """The tensors that it made: what it returned, or what it wrote into.
+
+        Those that are no real numbers (which keys are the largest, or above a threshold) carry
+        nothing.
+        """
+        made = [self.args[0]] if self.name == "__setitem__" else tensors(result)
+        return [m for m in made if m.is_floating_point()]
+
     def exchanged(self, old: Tensor, new: Tensor) -> TorchCall:
         """The same call with one tensor exchanged, also inside a list of tensors."""
 

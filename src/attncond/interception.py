@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from attncond import kernels
+from attncond.attention_logits import Logits, visible_keys
+from attncond.attention_matrices import Matrix, subtract
 from attncond.calls import FusedAttention, TorchCall
 from attncond.errors import ConditioningError, UnsupportedAttentionError
 from attncond.methods.gap import RemoveGap, centre, uniform, visible_mean
 from attncond.methods.precondition import Precondition
-from attncond.recognition import Logits, Matrix, Recognition, subtract, visible_keys
+from attncond.recognition import Recognition
 
 
 class Interception(Recognition):

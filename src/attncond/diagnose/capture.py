@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attncond.attention_logits import Logits
+from attncond.attention_matrices import Matrix
 from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.dependence import Dependence
 from attncond.diagnose.layout import as_tokens, by_head, split_heads
 from attncond.errors import ConditioningError
 from attncond.heads import Heads, conditioned_heads
-from attncond.recognition import Logits, Matrix, Recognition
+from attncond.recognition import Recognition
 from attncond.sites import HIDDEN, Site
 
 __all__ = ["Call", "Captured", "ProjectionInput", "Scores", "watch"]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attncond.attention_logits import Logits
+from attncond.attention_matrices import Matrix
 from attncond.calls import PROJECTING, FusedAttention, TorchCall, tensors
 from attncond.diagnose.arguments import in_double, map_tensors, row_range
 from attncond.diagnose.capture import Call
@@ -25,7 +27,6 @@ from attncond.diagnose.layout import by_head, split_heads
 from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, back, cut_uses
 from attncond.heads import Heads
 from attncond.interception import Interception
-from attncond.recognition import Logits, Matrix
 from attncond.sites import HIDDEN, Role, Site
 
 __all__ = ["Replay", "Traced"]
