@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs from committed JSON, so that no figure is typed by hand.
+"""Write tables of README, docs and results from committed JSON: no figure is typed by hand.
 
 python benchmarks/tables.py            # rewrites the marked sections of the pages
 """
@@ -51,8 +51,9 @@ def demo() -> str:
     )
 
 
-# Record, row, label.
-_STEPS = [
+_Steps = list[tuple[str, str, str]]  # record, row, label
+
+_STEPS: _Steps = [
     ("step_time", "stock_again", "stock, a second time (the noise)"),
     ("step_time", "identity", "`Spectral()`"),
     ("step_time", "folded", "`Spectral()`, folded"),
@@ -74,19 +75,52 @@ _STEPS = [
 ]
 
 
+# What README shows of it.
+_COSTS: _Steps = [
+    ("step_time", "stock_again", "stock, a second time (the noise)"),
+    ("step_time", "identity", "`Spectral()`"),
+    ("step_time", "polar", "`Spectral.paper_svd()`"),
+    ("head_time", "gap", "`RemoveGap()`"),
+    ("head_time", "precondition", "`Precondition()`"),
+    ("head_time_gpt2_batch48", "gap", "`RemoveGap()`, GPT-2, batch 48, `is_causal`"),
+    ("head_time_gpt2_equal", "gap", "the same, batch 16"),
+    ("head_time_gpt2", "gap", "the same with a mask, as transformers has it before torch 2.14"),
+]
+
+
+def _step_records(rows: _Steps) -> tuple[dict[str, dict[str, Any]], str]:
+    """The records of some rows, and the one GPU that all of them are of."""
+    records = {name: _read(f"benchmarks/{name}.json") for name, _, _ in rows}
+    (gpu,) = {record["hardware"]["gpu"] for record in records.values()}
+    return records, gpu
+
+
+def costs() -> str:
+    """Step time and memory against stock, in short."""
+    records, gpu = _step_records(_COSTS)
+    vit, gpt2 = records["step_time"]["settings"], records["head_time_gpt2"]["settings"]
+    body = []
+    for name, variant, label in _COSTS:
+        row = records[name]["variants"][variant]
+        body.append([label, f"{row['ratio']:.3f}", f"{row['peak_memory_ratio']:.3f}"])
+    return (
+        f"A whole training step on one {gpu}, {vit['model']} at batch {vit['batch']} or GPT-2 with "
+        f"{gpt2['tokens']:,} tokens, bfloat16, compiled, medians (`benchmarks/step_time.py`):\n\n"
+        + _markdown(["", "step time / stock", "peak memory / stock"], body)
+    )
+
+
 def steps() -> str:
     """Step time, memory and κ after training, against stock."""
-    names = dict.fromkeys(name for name, _, _ in _STEPS)
-    records = {name: _read(f"benchmarks/{name}.json") for name in names}
+    records, gpu = _step_records(_STEPS)
     body = []
     for name, variant, label in _STEPS:
         row = records[name]["variants"][variant]
         kappa = f"{row['kappa_max_float64']:.3f}" if "kappa_max_float64" in row else ""
         spread = f"{row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})"
         body.append([label, spread, f"{row['peak_memory_ratio']:.3f}", kappa, f"`{name}`"])
-    (gpu,) = {record["hardware"]["gpu"] for record in records.values()}
     settings = {name: record["settings"] for name, record in records.items()}
-    vit, polar, heads, gpt2, equal, _, large = (settings[name] for name in names)
+    vit, polar, heads, gpt2, equal, _, large = settings.values()
     trained = [s["warmup"] + s["rounds"] * s["steps"] + 1 for s in (vit, polar)]
     head = ["", "step time / stock", "peak memory / stock", "worst κ afterwards", "record"]
     return (
@@ -177,9 +211,10 @@ def spectra() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "steps": steps, "cpu": cpu},
+    "README.md": {"demo": demo, "costs": costs, "cpu": cpu},
     "docs/methods.md": {"precondition": precondition},
     "docs/diagnose.md": {"spectra": spectra},
+    "results/benchmarks/README.md": {"steps": steps},
 }
 
 

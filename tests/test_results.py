@@ -18,7 +18,10 @@ def tables(monkeypatch):
     sys.modules.pop("tables")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/methods.md", "docs/diagnose.md"])
+PAGES = ["README.md", "docs/methods.md", "docs/diagnose.md", "results/benchmarks/README.md"]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_pages_are_what_the_results_say(tables, name):
     assert name in tables.PAGES
     page = (ROOT / name).read_text(encoding="utf-8")
