@@ -137,7 +137,7 @@ def show_command(
     "run",
     epilog=examples(
         "attncond lab run digits --form smoke",
-        "attncond lab run vit-cifar10 --seeds 5 --jobs 4 --data DIR",
+        "attncond lab run vit-cifar10 --variants baseline,spectral --seeds 5 --jobs 4 --data DIR",
         "attncond lab run vit-cifar10 --variants baseline,spectral --set schedule.epochs=40",
     ),
 )

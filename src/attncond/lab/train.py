@@ -6,15 +6,15 @@ One process, on whatever device there is:
 
 Several GPUs of one machine (DDP), and weights sharded over them (FSDP2):
 
-    torchrun --nproc-per-node 8 -m attncond.lab.run vit-cifar10 --form paper --data /imagenet
-    accelerate launch --multi_gpu --num_processes 8 -m attncond.lab.run vit-cifar10 --form paper ...
+    torchrun --nproc-per-node 8 -m attncond.lab.run vit-cifar10 --variants spectral ...
+    accelerate launch --multi_gpu --num_processes 8 -m attncond.lab.run vit-cifar10 ...
     accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 -m attncond.lab.run ...
 
 Several machines: the same command on each, which torchrun makes one job of (under Slurm as
 ``srun torchrun ...``, one task for each node, with the first node's name as HOST):
 
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
-        -m attncond.lab.run vit-cifar10 --form paper --data /imagenet --out /shared/runs
+        -m attncond.lab.run vit-cifar10 --form paper --variants spectral --out /shared/runs ...
 
 The first process writes; the folder of the run has to be one that all of them can read. Whatever
 ends a run (Ctrl-C, SIGTERM from a scheduler, kill -9, a power cut), the same command goes on from
