@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from attncond.lab.recipe import RecipeError, load
+from attncond.lab.config import RecipeError
+from attncond.lab.recipe import load
 
 
 def refused(overrides: dict[str, Any], form: str = "small", recipe: str = "vit-cifar10") -> str:

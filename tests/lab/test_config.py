@@ -6,9 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 import attncond as ac
+from attncond.lab.config import Config, Data, Model, Optim, RecipeError
 from attncond.lab.data import load as load_data
 from attncond.lab.data.loading import NAMES
-from attncond.lab.recipe import Config, Data, Model, Optim, RecipeError, load
+from attncond.lab.recipe import load
 
 
 def test_fp16_is_refused_on_a_cpu() -> None:

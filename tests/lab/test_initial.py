@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import attncond as ac
+from attncond.lab.config import Model
 from attncond.lab.initial import QK_IDENTITY, QK_NOISE, V_IDENTITY, V_NOISE, halves, mimetic
 from attncond.lab.models import build
-from attncond.lab.recipe import Model
 
 
 def started(name: str, **kwargs: object) -> nn.Module:

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
+from attncond.lab.config import RecipeError
 from attncond.lab.plan import grid_values, plan, seeds_of
-from attncond.lab.recipe import RecipeError
 
 
 def test_the_runs_of_a_recipe(tmp_path):

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import attncond as ac
+from attncond.lab.config import Model
 from attncond.lab.models import MODELS, ModelError, build, check, remove_layer_norms
-from attncond.lab.recipe import Model, list_recipes
+from attncond.lab.recipe import list_recipes
 from attncond.methods.parse import parse_method
 
 SMALL = ("vit_small32", "deit_small32", "swin_small32", "xcit_small32", "davit_small32")

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import attncond as ac
+from attncond.lab.config import Model, Optim
 from attncond.lab.models import build
 from attncond.lab.optim import parameter_groups, qkv_parameters
-from attncond.lab.recipe import Model, Optim
 
 NAMES = ("vit_small32", "deit_small32", "swin_small32", "xcit_small32", "davit_small32")
 

@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncond.lab.recipe import Config, RecipeError, list_recipes, load
+from attncond.lab.config import Config, RecipeError
+from attncond.lab.recipe import list_recipes, load
 
 NAMES = [recipe.name for recipe in list_recipes()]
 ARCHITECTURES = ("vit", "deit", "swin", "xcit", "davit")

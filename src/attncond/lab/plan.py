@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attncond.lab.config import Config
+from attncond.lab.config import Config, RecipeError
 from attncond.lab.folder import run_path
 
 __all__ = ["Planned", "grid_values", "plan", "seeds_of"]
@@ -51,7 +51,7 @@ def plan(
     Raises:
         RecipeError: No such recipe, form or variant, or settings that cannot be run.
     """
-    from attncond.lab.recipe import RecipeError, load
+    from attncond.lab.recipe import load
 
     grid = grid or {}
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -117,7 +117,6 @@ def grid_values(key: str, text: str) -> list[str]:
         RecipeError: There is none, or a quote or bracket has no end.
     """
     from attncond.lab.reading import YamlError, split_values
-    from attncond.lab.recipe import RecipeError
 
     try:
         values = split_values(text)

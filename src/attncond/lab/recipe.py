@@ -24,37 +24,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from attncond.lab.complaints import IDENTITY, Layer, explain, unknown
-from attncond.lab.config import (
-    FORMS,
-    Augment,
-    Config,
-    Data,
-    Form,
-    Model,
-    Optim,
-    RecipeError,
-    Schedule,
-    Train,
-    Watch,
-)
+from attncond.lab.config import FORMS, Config, RecipeError
 from attncond.lab.reading import YamlError, parse_yaml
 
-__all__ = [
-    "FORMS",
-    "Augment",
-    "Config",
-    "Data",
-    "Form",
-    "Model",
-    "Optim",
-    "Recipe",
-    "RecipeError",
-    "Schedule",
-    "Train",
-    "Watch",
-    "list_recipes",
-    "load",
-]
+__all__ = ["Recipe", "list_recipes", "load"]
 
 Tree = dict[str, Any]
 Layers = tuple[Layer, ...]

@@ -22,7 +22,7 @@ from attncond.lab.curves import Curves
 from attncond.lab.folder import taken
 from attncond.lab.runs import ResultsError, Run, State, number
 
-__all__ = ["Progress", "ResultsError", "Run", "collect", "dumps", "load_runs", "status"]
+__all__ = ["Progress", "collect", "dumps", "load_runs", "status"]
 
 FAMILY = "attncond.lab.runs/"
 SCHEMA = f"{FAMILY}1"
