@@ -46,9 +46,8 @@ class Conditioned(nn.Module):
 
         Refused where tensor parallelism sliced its weights.
         """
-        if not isinstance(
-            self, Conditioned
-        ):  # accelerate's hooks hold on to a method removed since
+        # accelerate's hooks hold on to a method removed since.
+        if not isinstance(self, Conditioned):
             return type(self).forward(self, *args, **kwargs)
         for name in records(self):
             if isinstance(self._parameters[name], DTensor):

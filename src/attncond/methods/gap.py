@@ -71,9 +71,8 @@ def visible_mean(
     if causal:
         visible = visible & torch.ones(queries, keys, device=value.device, dtype=torch.bool).tril()
     count = visible.sum(-1, keepdim=True, dtype=wide).clamp_min(1)
-    if (
-        _product_dtype(value) == torch.float16
-    ):  # where a sum of many values overflows, and their mean not
+    # A sum of many values overflows there, and their mean does not.
+    if _product_dtype(value) == torch.float16:
         return _masked_sum(value, (visible / count).to(value.dtype)).to(wide)
     return _masked_sum(value, visible.to(value.dtype)) / count
 
