@@ -14,7 +14,7 @@ from attncond.errors import ConditioningError
 from attncond.lanczos import Side
 from attncond.written import Written
 
-__all__ = ["FunctionJacobian", "GraphJacobian"]
+__all__ = ["FunctionJacobian", "GraphJacobian", "back"]
 
 _CHUNK = 1 << 24  # elements of weights and outputs that are differentiated at once
 _CACHED = 1 << 19  # the same where a graph is short, and memory would limit it on a CPU
@@ -206,15 +206,22 @@ class GraphJacobian:
         return torch.cat(parts, 1)
 
     def _back(self, cotangent: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            self._output,
-            self._leaves,
-            cotangent,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-            **options,
-        )
+        return back(self._output, self._leaves, cotangent, **options)
+
+
+def back(
+    output: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """Jᵀ·u by leaf, with zeros where the output does not depend on one; the graph stays."""
+    return torch.autograd.grad(
+        output,
+        leaves,
+        cotangent,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+        **options,
+    )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from attncond.heads import Heads, conditioned_heads
 from attncond.recognition import Recognition
 from attncond.sites import HIDDEN, Site
 
-__all__ = ["Call", "Captured", "ProjectionInput", "Scores", "watch"]
+__all__ = ["Call", "Captured", "ProjectionInput", "Scores", "watch", "wide"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Scores:
         if self.value is None:
             return None
         index = torch.arange(self.heads, device=self.value.device)[chosen]
-        return _wide(self.value[item, index * self.value.shape[1] // self.heads])
+        return wide(self.value[item, index * self.value.shape[1] // self.heads])
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ class Observer(Recognition):
 
         def read(item: int, chosen: slice) -> tuple[Tensor, Tensor]:
             index = torch.arange(count, device=k.device)[chosen] * k.shape[1] // count
-            logits = _wide(q[item, chosen]) @ _wide(k[item, index]).mT * scale
+            logits = wide(q[item, chosen]) @ wide(k[item, index]).mT * scale
             visible = torch.ones_like(logits, dtype=torch.bool)
             if causal:
                 visible = visible.tril()
@@ -231,7 +231,7 @@ class Observer(Recognition):
             visible = split_heads(visible, site.heads)
 
         def read(item: int, chosen: slice) -> tuple[Tensor, Tensor]:
-            part = _wide(tensor[item, chosen])
+            part = wide(tensor[item, chosen])
             shown = part > HIDDEN
             if visible is not None:
                 shown = shown & visible[item, chosen].to(shown.device)
@@ -331,7 +331,7 @@ def _observe(sites: list[Site], session: _Session, calls: Counter[int]) -> None:
     module.__dict__["forward"] = forward
 
 
-def _wide(t: Tensor) -> Tensor:
+def wide(t: Tensor) -> Tensor:
     """In float64, which not every device has."""
     return (t.cpu() if t.device.type == "mps" else t).detach().double()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attncond.calls import ADDITIONS, CASTS, PRODUCTS, RESHAPES, TURNS, TorchCall, tensors
+from attncond.calls import ADDITIONS, CASTS, MAKERS, PRODUCTS, RESHAPES, TURNS, TorchCall, tensors
 from attncond.sites import HIDDEN
 
 __all__ = ["Dependence", "Multiple"]
@@ -21,13 +21,6 @@ __all__ = ["Dependence", "Multiple"]
 _MULTIPLY = frozenset(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"))
 _DIVIDE = frozenset(("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"))
 _HIDE = frozenset(("masked_fill", "masked_fill_"))
-# Only the shape of their operand matters.
-_SHAPED = frozenset(
-    (
-        *("ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like"),
-        *("new_ones", "new_zeros", "new_full", "new_empty", "new_tensor"),
-    )
-)
 # Logits that are turned over do not lie as their product does.
 _KEEP = ((CASTS | RESHAPES) - TURNS - {"detach"}) | {"dropout"}
 
@@ -66,7 +59,7 @@ class Dependence:
     def note(self, call: TorchCall, result: Any, new: bool) -> None:
         """One function was called; ``new`` where it is a projection itself."""
         operands = call.operands()
-        if call.name in _SHAPED:
+        if call.name in MAKERS:
             return
         if not new and not any(o in self._derived for o in operands):
             return

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attncond.diagnose.capture import Scores
+from attncond.diagnose.capture import Scores, wide
 from attncond.linalg import spectral_norm
 from attncond.methods.gap import uniform
 from attncond.methods.precondition import Precondition
@@ -51,7 +51,7 @@ def singular_values(a: Tensor, count: int | None = None) -> Tensor:
     a = a.detach()
     lead, a = a.shape[:-2], a.reshape(-1, *a.shape[-2:])
     a = a if a.shape[-2] <= a.shape[-1] else a.mT
-    x = (a.cpu() if a.device.type == "mps" else a).double()
+    x = wide(a)
     peak = torch.linalg.vector_norm(x, math.inf, (-2, -1))  # NaN where there is one
     finite = peak.isfinite()
     if not bool(finite.all()):
@@ -101,7 +101,7 @@ def weight(sigma: Tensor, shape: tuple[int, int]) -> Values:
 def tokens(x: Tensor, samples: int | None = None) -> Values:
     """Stable rank of XXᵀ, Σσ⁴/σ_max⁴, and residue ‖X − 1·mean‖/‖X‖: means over (batch, t, d)."""
     x = x[spread(len(x), samples)]
-    x = (x.cpu() if x.device.type == "mps" else x).detach().double()
+    x = wide(x)
     if not bool(x.isfinite().all()) or not bool(x.any()):
         return {
             "tokens": x.shape[1],

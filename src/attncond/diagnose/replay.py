@@ -24,7 +24,8 @@ from attncond.diagnose.arguments import in_double, map_tensors, row_range
 from attncond.diagnose.capture import Call
 from attncond.diagnose.doubled import Shell, doubled, doubled_copy, stock
 from attncond.diagnose.layout import by_head, split_heads
-from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, back, cut_uses
+from attncond.diagnose.tokenwise import ReplayError, TokensMixedError, Use, cut_uses
+from attncond.functional import back
 from attncond.heads import Heads
 from attncond.interception import Interception
 from attncond.sites import HIDDEN, Role, Site

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attncond.functional import back
 from attncond.sites import Role
 
-__all__ = ["ReplayError", "TokensMixedError", "Use", "back", "cut_uses"]
+__all__ = ["ReplayError", "TokensMixedError", "Use", "cut_uses"]
 
 _SAME = 1e-11  # in units of the largest
 
@@ -41,21 +41,6 @@ class Use:
     x: Tensor
     leaf: Tensor
     map: Tensor | None = None
-
-
-def back(output: Tensor, leaves: Sequence[Tensor], vector: Tensor, **options: Any) -> list[Tensor]:
-    """Jᵀ·u, with zeros where the output does not depend on a leaf; the graph stays."""
-    return list(
-        torch.autograd.grad(
-            output,
-            leaves,
-            vector,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-            **options,
-        )
-    )
 
 
 def cut_uses(uses: Sequence[Use], cuts: Mapping[Role, tuple[Tensor, Tensor]]) -> list[Use]:
