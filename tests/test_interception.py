@@ -136,6 +136,32 @@ def test_causal_by_a_bias_of_torch(corner, queries, keys, on):
 
 
 @methods
+@pytest.mark.parametrize("mask", ["causal", "window", "heads"])
+def test_heads_that_share_keys_and_values_without_an_axis_of_their_own(mask, on):
+    generator = torch.Generator().manual_seed(5)
+    tensors = [normal(generator, *s, 3) for s in ((2, 3, 4), (4,), (4,))]
+    shown = {
+        "causal": torch.ones(4, 4, dtype=torch.bool).tril(),
+        "window": make_mask("window", 1, 1, 4, 4, generator)[1],
+        "heads": with_open_rows(boolean((3, 4, 4), generator)),
+    }[mask]
+
+    def shared(q, k, v):
+        return sdpa(q, k, v, is_causal=True) if mask == "causal" else sdpa(q, k, v, shown)
+
+    def wanted(q, k, v):
+        return attention(q, *(t.expand(2, 3, 4, 3) for t in (k, v)), on, shown)
+
+    alike(conditioned(shared, *on), wanted, tensors)
+
+
+@methods
+def test_a_batch_of_nothing(on):
+    module = conditioned(causal, *on)
+    assert module(*torch.empty(3, 0, 4, 2), None).shape == (0, 4, 2)
+
+
+@methods
 def test_tensors_of_other_ranks(on):
     """(tokens, channels), (heads, ...) and (batch, windows, heads, ...) are attended to as well."""
     generator = torch.Generator().manual_seed(5)

@@ -145,7 +145,7 @@ class Interception(Recognition):
         query, value, causal = attention.query, attention.value, attention.is_causal
         if attention.dropout_p == 0.0 and not causal and visible is None:
             return None, attention._replace(value=centre(value))
-        groups = query.shape[-3] // value.shape[-3] if query.ndim > 2 else 1
+        groups = query.shape[-3] // value.shape[-3] if attention.enable_gqa else 1
         seen_by = value
         if groups > 1 and visible is not None and visible.ndim > 2 and visible.shape[-3] > 1:
             seen_by, groups = value.repeat_interleave(groups, -3), 1
