@@ -162,6 +162,19 @@ def test_a_batch_of_nothing(on):
 
 
 @methods
+def test_a_mask_with_more_axes_than_the_queries(on):
+    """torch broadcasts such a mask, and gives the output no further axis."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = [normal(generator, 3, 4, 2) for _ in range(3)]
+    mask = with_open_rows(boolean((1, 3, 4, 4), generator))
+
+    def wanted(q, k, v):
+        return attention(q[None], k[None], v[None], on, mask)[0]
+
+    alike(conditioned(lambda q, k, v: sdpa(q, k, v, mask), *on), wanted, tensors)
+
+
+@methods
 def test_tensors_of_other_ranks(on):
     """(tokens, channels), (heads, ...) and (batch, windows, heads, ...) are attended to as well."""
     generator = torch.Generator().manual_seed(5)

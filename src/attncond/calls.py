@@ -300,7 +300,7 @@ class FusedAttention(NamedTuple):
         return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
     def with_plain_mask(self) -> FusedAttention:
-        """The same, with a mask of at least two axes, or none.
+        """The same, with a mask of at least two axes and no more than the queries, or none.
 
         A mask of torch.nn.attention.bias becomes the flag or the tensor it means.
         """
@@ -308,6 +308,8 @@ class FusedAttention(NamedTuple):
         if bias is None:
             return self
         if type(bias).__name__ != "CausalBias":  # by name: importing it takes torch._dynamo along
+            for _ in range(bias.ndim - self.query.ndim):
+                bias = bias.squeeze(0)  # torch broadcasts it, and adds no axis to the output
             return self._replace(attn_mask=torch.atleast_2d(bias))  # (keys,) is for all queries
         queries, keys = bias.seq_len_q, bias.seq_len_kv
         if bias.variant.name == "UPPER_LEFT" or queries == keys:
