@@ -34,6 +34,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
@@ -172,6 +174,35 @@ def test_a_mask_with_more_axes_than_the_queries(on):
         return attention(q[None], k[None], v[None], on, mask)[0]
 
     alike(conditioned(lambda q, k, v: sdpa(q, k, v, mask), *on), wanted, tensors)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most numbers that any tensor had which was computed inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor):
+                size = t.untyped_storage().nbytes() // t.itemsize
+                self.numbers = max(self.numbers, size)
+        return result
+
+
+@methods
+@pytest.mark.parametrize("shape", [(2, 1, 1, 64), (1, 1, 64, 64), (2, 1, 64, 64)])
+def test_an_expanded_mask_is_never_written_in_full(shape, on):
+    """Nor is anything else that has the size of all heads' attention matrices."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = [normal(generator, 2, 8, 64, 2) for _ in range(3)]
+    mask = additive(with_open_rows(boolean(shape, generator)), -INF).expand(2, 8, 64, 64)
+    tensors = [t.requires_grad_() for t in tensors]
+    with Largest() as largest:
+        conditioned(fused, *on)(*tensors, mask).sum().backward()
+    assert largest.numbers <= mask.numel() / 8
 
 
 @methods

@@ -302,7 +302,8 @@ class FusedAttention(NamedTuple):
     def with_plain_mask(self) -> FusedAttention:
         """The same, with a mask of at least two axes and no more than the queries, or none.
 
-        A mask of torch.nn.attention.bias becomes the flag or the tensor it means.
+        A mask of torch.nn.attention.bias becomes the flag or the tensor it means, and one that is
+        expanded is taken as it lies in memory: what is computed of it would be written in full.
         """
         bias: Any = self.attn_mask
         if bias is None:
@@ -310,7 +311,11 @@ class FusedAttention(NamedTuple):
         if type(bias).__name__ != "CausalBias":  # by name: importing it takes torch._dynamo along
             for _ in range(bias.ndim - self.query.ndim):
                 bias = bias.squeeze(0)  # torch broadcasts it, and adds no axis to the output
-            return self._replace(attn_mask=torch.atleast_2d(bias))  # (keys,) is for all queries
+            bias = torch.atleast_2d(bias)  # (keys,) is for all queries
+            for axis, stride in enumerate(bias.stride()[:-1]):  # kernels want all keys written
+                if stride == 0 and bias.shape[axis] > 1:
+                    bias = bias.narrow(axis, 0, 1)
+            return self._replace(attn_mask=bias)
         queries, keys = bias.seq_len_q, bias.seq_len_kv
         if bias.variant.name == "UPPER_LEFT" or queries == keys:
             return self._replace(attn_mask=None, is_causal=True)
