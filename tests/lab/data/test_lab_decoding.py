@@ -52,6 +52,11 @@ def test_the_broken_row_is_named(bad):
         decoded([*JPEGS[:5], bad, *JPEGS[5:]], 32, "x.parquet")
 
 
+def test_what_is_no_image_is_told_without_an_address_in_memory():
+    with pytest.raises(DataError, match=r"decoded \(it is neither a JPEG nor a PNG\)"):
+        decoded([b"not an image"], 32, "x.parquet")
+
+
 def test_another_size_is_named():
     small = encoded(IMAGES[0][:16])
     with pytest.raises(DataError, match="row 2: the image has 16x32 pixels, not 32x32"):

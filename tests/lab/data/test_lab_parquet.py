@@ -132,6 +132,12 @@ def test_wrong_content(folder, changed, words):
     refused(folder, str(folder / CIFAR.train), CIFAR.origin, *words)
 
 
+def test_a_column_that_is_there_twice(folder):
+    twice = columns().append_column("label", pa.array([0] * 60))
+    pq.write_table(twice, folder / CIFAR.train)
+    refused(folder, str(folder / CIFAR.train), "label: int8, index_in_class: int16, label: int64")
+
+
 def test_no_rows(folder):
     pq.write_table(columns().slice(0, 0), folder / CIFAR.train)
     refused(folder, "has no images")

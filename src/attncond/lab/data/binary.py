@@ -60,10 +60,10 @@ class BinarySet:
         for path in paths:
             with reading(path):
                 content = np.fromfile(path, np.uint8)
-            if len(content) % record:
+            if not len(content) or len(content) % record:
                 raise DataError(
-                    f"{path} has {len(content):,} bytes, no multiple of the {record:,} that an "
-                    f"image takes: it was cut off or is another file. Get it again from "
+                    f"{path} has {len(content):,} bytes, which are not one or more images of "
+                    f"{record:,} bytes each: it was cut off or is another file. Get it again from "
                     f"{self.archive}"
                 )
             parts.append(content.reshape(-1, record))

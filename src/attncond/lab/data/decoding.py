@@ -35,8 +35,10 @@ def decoded(encoded: Sequence[bytes | None], size: int, where: str) -> Tensor:
             picture = in_colour(image)
         # Decoders raise all kinds of errors on damaged images.
         except Exception as error:
+            foreign = isinstance(error, pil.UnidentifiedImageError)  # which tells an address
+            why = "it is neither a JPEG nor a PNG" if foreign else error
             raise DataError(
-                f"{where}, row {row}: the image cannot be decoded ({error}). The file is damaged "
+                f"{where}, row {row}: the image cannot be decoded ({why}). The file is damaged "
                 "or was not written whole: get it again"
             ) from error
         if image.size != (size, size):
