@@ -3,6 +3,8 @@
 import copy
 import itertools
 import json
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -241,41 +243,34 @@ def test_shared_modules_and_tied_parameters_are_conditioned_once():
         torch.testing.assert_close(m(x, x, x)[0], y)
 
 
-def test_an_interrupted_call_leaves_the_model_untouched(monkeypatch):
-    model = vit.make()
-    state = stock_state(model)
-    import attncond.conditioning as module
+@contextmanager
+def interrupted(name, error=KeyboardInterrupt):
+    """Something goes wrong in the second call of a function that conditioning calls."""
+    calls, real = itertools.count(1), getattr(ac.conditioning, name)
 
-    calls = []
-    real = module.install
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
+    def call(*args):
+        if next(calls) == 2:
+            raise error("interrupted")
         real(*args)
 
-    monkeypatch.setattr(module, "install", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(ac.conditioning, name, call),
+        pytest.raises(error, match="interrupted"),
+    ):
+        yield
+
+
+def test_an_interrupted_call_leaves_the_model_untouched():
+    model = vit.make()
+    state = stock_state(model)
+    with interrupted("install"):
         ac.condition(model, ac.Spectral())
     assert same_state(model, state)
-    monkeypatch.undo()
 
     handle = ac.condition(model, ac.Spectral())
     conditioned, output = stock_state(model), vit.run(model)
-    real_uninstall = module.uninstall
-    calls.clear()
-
-    def interrupted_end(owner):
-        calls.append(owner)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real_uninstall(owner)
-
-    monkeypatch.setattr(module, "uninstall", interrupted_end)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted("uninstall"):
         handle.fold()
-    monkeypatch.undo()
     assert same_state(model, conditioned)
     assert torch.equal(vit.run(model), output)
     handle.fold()
@@ -283,9 +278,7 @@ def test_an_interrupted_call_leaves_the_model_untouched(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_an_interrupted_calibration_changes_nothing(monkeypatch, device):
-    import attncond.conditioning as module
-
+def test_an_interrupted_calibration_changes_nothing(device):
     with torch.device(device):
         model = vit.build()
     handle = ac.condition(model, ac.Spectral())
@@ -293,18 +286,8 @@ def test_an_interrupted_calibration_changes_nothing(monkeypatch, device):
         model.to_empty(device="cpu")
     model.load_state_dict(vit.make(seed=3).state_dict(), strict=False)
     before = dict(model.named_buffers())
-    calls, real = [], module.install
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real(*args)
-
-    monkeypatch.setattr(module, "install", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted("install"):
         handle.calibrate()
-    monkeypatch.undo()
     assert all(value is before[name] for name, value in model.named_buffers())
     if device == "meta":  # none of them has a λ to run with, the first included
         with pytest.raises(ac.ConditioningError, match="calibrate"):
@@ -630,7 +613,7 @@ def test_a_config_rebuilds_a_method_of_heads(method):
 
 @pytest.mark.parametrize("before", [(), (ac.Spectral(),), (PRE,), (ac.Spectral(), PRE)], ids=str)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_call_for_heads_leaves_the_model_untouched(monkeypatch, before, error):
+def test_an_interrupted_call_for_heads_leaves_the_model_untouched(before, error):
     for name in ("timm-vit", "torch-encoder"):
         case = CASE[name]
         model = with_methods(case, before)
@@ -638,18 +621,8 @@ def test_an_interrupted_call_for_heads_leaves_the_model_untouched(monkeypatch, b
         classes = [type(m) for m in model.modules()]
         members = [set(m.__dict__) for m in model.modules()]
         hooks = [dict(m._forward_pre_hooks) for m in model.modules()]
-        count = []
-
-        def failing(module, recast=ac.conditioning.recast, count=count):
-            count.append(1)
-            if len(count) == 2:
-                raise error("interrupted")
-            recast(module)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ac.conditioning, "recast", failing)
-            with pytest.raises(error, match="interrupted"):
-                ac.condition(model, GAP)
+        with interrupted("recast", error):
+            ac.condition(model, GAP)
         assert same_state(model, state)
         assert [type(m) for m in model.modules()] == classes
         assert [set(m.__dict__) for m in model.modules()] == members
