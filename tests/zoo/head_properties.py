@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from zoo_models import tensors
 
 import attncond as ac
 from attncond.sites import Projection, Site
@@ -170,19 +171,6 @@ def seed() -> None:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-
-
-def tensors(output: Any) -> Iterator[Tensor]:
-    """All real numbers in what a module returns."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors(value)
 
 
 def flat(output: Any) -> Tensor:

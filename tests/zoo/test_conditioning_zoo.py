@@ -7,12 +7,9 @@ model with the same outputs.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,55 +25,14 @@ from packaging.version import Version  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers_configs import CASES  # noqa: E402
 from transformers_models import build  # noqa: E402
+from zoo_models import TIMM, TIMM_NAMES, enliven, tensors, timm_model  # noqa: E402
 
 import attncond as ac  # noqa: E402
-
-
-def _timm_cases() -> ModuleType:
-    """The small models of each of timm's attention classes, as the oracle's tests build them."""
-    path = Path(__file__).parents[1] / "adapters" / "test_timm.py"
-    spec = importlib.util.spec_from_file_location("timm_cases", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TIMM = _timm_cases()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quiet() -> None:
     transformers.logging.set_verbosity_error()
-
-
-def tensors(output: Any) -> Iterator[Tensor]:
-    """All real numbers in what a model returns."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors(value)
-
-
-def enliven(model: nn.Module) -> None:
-    """Scale up what starts near zero, so that attention matters to the output as in trained models.
-
-    Layer scales start at 1e-6, and some models initialise all of their weights with 1e-10.
-    """
-    with torch.no_grad():
-        for p in model.parameters():
-            if not p.is_floating_point() or not p.any():
-                continue
-            size = p.square().mean().sqrt()
-            wanted = 0.5 * p[0].numel() ** -0.5 if p.ndim > 1 else 0.1
-            if size < wanted:
-                p.mul_(wanted / size)
 
 
 def observed(
@@ -180,15 +136,9 @@ def test_transformers(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*TIMM.MODELS, *TIMM.LAYERS])
+@pytest.mark.parametrize("name", TIMM_NAMES)
 def test_timm(name: str) -> None:
-    if name in TIMM.MODELS:
-        make, size, *_ = TIMM.MODELS[name]
-        shape: tuple[int, ...] = (2, 3, size, size)
-    else:
-        make, shape, *_ = TIMM.LAYERS[name]
-    model = TIMM.build(make)
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model, x = timm_model(name)
     refused = {u.cls for u in ac.inspect(model).unsupported}
     assert refused <= set(TIMM.REFUSED)
     live_and_fold(model, lambda: model(x), skip=bool(refused))

@@ -17,12 +17,9 @@ attend give the same; and taking the methods off leaves no trace.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -36,30 +33,19 @@ import head_properties as heads  # noqa: E402
 import oracle  # noqa: E402
 import torch  # noqa: E402
 import transformers_inputs  # noqa: E402
-from head_properties import Call, distance, tensors  # noqa: E402
+from head_properties import Call, distance  # noqa: E402
 from packaging.version import Version  # noqa: E402
-from test_conditioning_zoo import TIMM, enliven  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers_configs import CASES  # noqa: E402
 from transformers_models import build  # noqa: E402
+from zoo_models import TIMM, TIMM_NAMES, adapter_cases, enliven, tensors, timm_model  # noqa: E402
 
 import attncond as ac  # noqa: E402
 from attncond.inspection import Plan  # noqa: E402
 from attncond.sites import HIDDEN  # noqa: E402
 
-
-def _cases(library: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "adapters" / f"test_{library}.py"
-    spec = importlib.util.spec_from_file_location(f"{library}_cases", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TORCHVISION = _cases("torchvision")
-TRANSFORMERS = _cases("transformers")
+TORCHVISION = adapter_cases("torchvision")
+TRANSFORMERS = adapter_cases("transformers")
 
 _LINEAR = "linear attention"
 _SUM = "a head's output is a sum of products"
@@ -371,15 +357,9 @@ def test_transformers(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*TIMM.MODELS, *TIMM.LAYERS])
+@pytest.mark.parametrize("name", TIMM_NAMES)
 def test_timm(name: str) -> None:
-    if name in TIMM.MODELS:
-        make, size, *_ = TIMM.MODELS[name]
-        shape: tuple[int, ...] = (2, 3, size, size)
-    else:
-        make, shape, *_ = TIMM.LAYERS[name]
-    model = TIMM.build(make)
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model, x = timm_model(name)
     whole_check(name, model, lambda: model(x), partial(TIMM.set_fused, model))
 
 
