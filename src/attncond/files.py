@@ -15,7 +15,8 @@ from typing import Any
 
 from attncond.errors import DiagnosisError
 
-__all__ = ["clear_drafts", "dumps", "plain", "unpacking", "write_bytes", "write_text"]
+__all__ = ["clear_drafts", "dumps", "plain", "spelled_out", "unpacking", "write_bytes"]
+__all__ += ["write_text"]
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
@@ -30,6 +31,23 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def spelled_out(value: Any) -> Any:
+    """Plain data: NaN and infinities as texts that ``float`` reads, other objects as their own.
+
+    >>> spelled_out({1: (0.5, float("-inf")), "device": Path("cpu")})
+    {'1': [0.5, '-inf'], 'device': 'cpu'}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): spelled_out(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [spelled_out(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncond.diagnose.findings import Finding
 from attncond.errors import DiagnosisError
+from attncond.files import spelled_out
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -92,9 +93,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinities are strings."""
-        from attncond.diagnose.report import _plain
-
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = spelled_out(asdict(self))
         return plain
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from attncond.diagnose.columns import COLUMNS, IDENTITY, TEXT
 from attncond.diagnose.compare import Comparison, check_report, compare
 from attncond.diagnose.findings import Finding, find
 from attncond.errors import DiagnosisError
-from attncond.files import dumps, unpacking, write_text
+from attncond.files import dumps, spelled_out, unpacking, write_text
 from attncond.inspection import table
 
 if TYPE_CHECKING:
@@ -151,11 +150,11 @@ class Report:
         """Plain data for JSON; NaN and infinities are strings."""
         return {
             "schema": SCHEMA,
-            "info": _plain(dict(self.info)),
+            "info": spelled_out(dict(self.info)),
             "notes": list(self.notes),
-            "findings": [_plain(asdict(f)) for f in self.findings],
-            "rows": [_plain(asdict(row)) for row in self.rows],
-            "spectra": [_plain(asdict(s)) for s in self.spectra],
+            "findings": [spelled_out(asdict(f)) for f in self.findings],
+            "rows": [spelled_out(asdict(row)) for row in self.rows],
+            "spectra": [spelled_out(asdict(s)) for s in self.spectra],
         }
 
     @classmethod
@@ -222,18 +221,6 @@ def pandas_for(table: str, numbers: str) -> Any:
             "without it."
         ) from error
     return pandas
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # "nan", "inf", "-inf"
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
 
 
 def _value(name: str, value: Value) -> Value:

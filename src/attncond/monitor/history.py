@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attncond.diagnose.columns import COLUMNS
 from attncond.diagnose.report import pandas_for
 from attncond.errors import DiagnosisError
-from attncond.files import dumps, unpacking, write_bytes, write_text
+from attncond.files import dumps, spelled_out, unpacking, write_bytes, write_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -49,11 +48,11 @@ class Record:
                 "layer": row.layer,
                 "path": row.path,
                 "head": row.head,
-                "values": {k: _plain(v) for k, v in row.values.items()},
+                "values": spelled_out(row.values),
             }
             for row in self.rows
         ]
-        return {"step": self.step, "rows": rows, "loss": _plain(self.loss)}
+        return {"step": self.step, "rows": rows, "loss": spelled_out(self.loss)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
@@ -224,10 +223,6 @@ class Journal:
                 file.write(text)
         self._good += len(text)
         self._unsaved.clear()
-
-
-def _plain(value: float | None) -> float | str | None:
-    return str(value) if value is not None and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> float | None:

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from attncond._version import __version__
 from attncond.diagnose.columns import COLUMNS, TEXT
 from attncond.diagnose.findings import CODES, Finding
-from attncond.diagnose.report import Report, _plain
+from attncond.diagnose.report import Report
 from attncond.errors import DiagnosisError
-from attncond.files import unpacking, write_text
+from attncond.files import spelled_out, unpacking, write_text
 
 __all__ = ["render", "write"]
 
@@ -127,7 +127,7 @@ def _history(history: History) -> Any:
             int(record["step"])
             for row in record["rows"]:
                 row["layer"], row["values"].items()
-    return _plain(data)
+    return spelled_out(data)
 
 
 def _block(name: str, content: Any) -> str:
