@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attncond.diagnose.findings import Finding
 from attncond.errors import DiagnosisError
 from attncond.files import spelled_out
+from attncond.inspection import table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -71,8 +72,6 @@ class Comparison:
 
     def summary(self) -> str:
         """In words: the metrics' medians over whole attentions, and the findings."""
-        from attncond.inspection import table
-
         body = []
         for metric in dict.fromkeys(c.metric for c in self.changes):
             found = self.of(metric)
