@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
+from attention_forms import GAP, METHODS, PRE, methods
 from cases import CASE, CASES, Case, _hf, _plain, _timm, _tokens, same_state, stock_state
 from naive import attention
 from torch import nn
@@ -17,9 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
 
-GAP, PRE = ac.RemoveGap(), ac.Precondition()
-METHODS = {"gap": (GAP,), "precondition": (PRE,), "both": (GAP, PRE)}
-methods = pytest.mark.parametrize("on", METHODS.values(), ids=METHODS.keys())
 vit = CASE["timm-vit"]
 
 _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
