@@ -22,6 +22,7 @@ _EPS = torch.finfo(torch.float64).eps
 _GRAM = 1e-6  # κ² eps up to which the Gram matrix gives σ_min to about 7 digits
 _CHUNK = 2**22  # numbers of attention matrices in float64 at a time
 _DENSE = 640  # up to this side a dense eigensolver; a Krylov space beyond
+_WIDTH, _STEPS = 8, 12  # of that space
 _WEIGHT = ("sigma_max", "sigma_min", "kappa", "stable_rank")
 
 
@@ -224,14 +225,14 @@ def _spectrum(p: Tensor) -> dict[str, Tensor]:
     return {k: torch.where(finite, v, math.nan) for k, v in values.items()}
 
 
-def _top_two(p: Tensor, width: int = 8, steps: int = 12) -> Tensor:
+def _top_two(p: Tensor) -> Tensor:
     """The two largest singular values from a block Krylov space, never above the true ones."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(p.shape[-1], width, generator=generator, dtype=p.dtype, device="cpu")
+    start = torch.randn(p.shape[-1], _WIDTH, generator=generator, dtype=p.dtype, device="cpu")
     start[:, 0] = 1.0  # nearly the first singular vector of a matrix whose rows sum to one
     block = torch.linalg.qr(start.to(p.device))[0].expand(len(p), -1, -1)
     basis = [block]
-    for _ in range(steps):
+    for _ in range(_STEPS):
         block = torch.linalg.qr(p.mT @ (p @ block))[0]
         basis.append(block)
     space = torch.linalg.qr(torch.cat(basis, -1))[0]

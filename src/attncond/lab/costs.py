@@ -44,11 +44,11 @@ class Counted:
     corrected: Accounting
 
 
-def counted(label: str, model: Model, classes: int, size: int, channels: int = 3) -> Counted:
+def counted(label: str, model: Model, classes: int, size: int) -> Counted:
     """Count one model, without training it or even making its weights."""
     with torch.device("meta"):
-        network = build(model, classes, size, channels)
-    image = torch.zeros(1, channels, size, size, device="meta")
+        network = build(model, classes, size)
+    image = torch.zeros(1, 3, size, size, device="meta")
     network.eval()
     tokens = count_tokens(network, lambda: network(image))
     original = account(network, tokens)
