@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import CASE
-from test_capture import Plain, masks
+from plain_attention import Normed, Plain, masks
 from torch import nn
 
 import attncond as ac
@@ -92,23 +92,10 @@ class Depends(Plain):
         return (q @ k.mT + mask).softmax(-1) @ v
 
 
-class Normed(Plain):
-    def forward(self, x):
-        q, k, v = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q = nn.functional.normalize(q, dim=-1)
-        if self.how == "sdpa":
-            return nn.functional.scaled_dot_product_attention(q, k, v)
-        return (q @ k.mT).softmax(-1) @ v
-
-
 class Capped(Plain):
     def forward(self, x):
         q, k, v = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         return (q @ k.mT).tanh().softmax(-1) @ v
-
-
-for _cls in (Depends, Normed, Capped):
-    ac.register(_cls)(lambda m: ac.separate(m.q, m.k, m.v, heads=2))
 
 
 @pytest.mark.parametrize(

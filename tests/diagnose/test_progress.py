@@ -4,7 +4,7 @@ import io
 import sys
 
 import pytest
-from test_capture import Plain
+from plain_attention import Plain
 
 import attncond as ac
 from attncond.diagnose import progress

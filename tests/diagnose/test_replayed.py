@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_jacobians import Normed
+from plain_attention import Normed
 from torch.nn import functional as F
 
 import attncond as ac

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_capture import Plain
+from plain_attention import Plain
 from torch import nn
 
 import attncond as ac
