@@ -49,6 +49,7 @@ def test_list() -> None:
     assert {"vit-cifar10", "swin-cifar10"} <= {r["name"] for r in found}
     assert "vit-lambda" not in {r["name"] for r in found}
     assert "baseline" in found[0]["variants"]
+    assert "spectral" in found[0]["main"]
     assert "vit-lambda" in call("list", "*lambda").output
 
 

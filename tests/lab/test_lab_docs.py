@@ -80,7 +80,7 @@ def test_commands_for_several_processes(line: str) -> None:
     runner.add_arguments(parser)
     args = parser.parse_args(words)
     for name in args.names:
-        for variant in args.variants.split(",") if args.variants else load(name).variants:
+        for variant in args.variants.split(",") if args.variants else load(name).main:
             load(name).config(args.form, variant)
 
 

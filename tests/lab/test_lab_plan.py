@@ -6,6 +6,7 @@ import pytest
 
 from attncond.lab.config import RecipeError
 from attncond.lab.plan import grid_values, plan, seeds_of
+from attncond.lab.recipe import load
 
 
 def test_the_runs_of_a_recipe(tmp_path):
@@ -16,6 +17,9 @@ def test_the_runs_of_a_recipe(tmp_path):
     assert runs[0].kind == runs[1].kind != runs[2].kind
     some = plan(["digits", "vit-cifar10"], tmp_path, form="smoke", variants=["gap"])
     assert [r.config.recipe for r in some] == ["digits", "vit-cifar10"]
+    main, every = (plan(["xcit-cifar10"], tmp_path, variants=v) for v in (None, ["all"]))
+    assert len(main) == 7
+    assert len(every) == len(load("xcit-cifar10").variants) > 40
     with pytest.raises(RecipeError, match="no variant 'gaps'"):
         plan(["digits"], tmp_path, variants=["gaps"])
 

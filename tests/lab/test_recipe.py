@@ -207,6 +207,20 @@ variants: {tuned: {optim: {betas: [0.9, 0.95]}}, other: {schedule: {epochs: 40}}
     assert recipe.config("paper").optim.eps == 1e-6
 
 
+def test_main_variants_are_those_of_the_base_or_kept_and_the_own(tmp_path: Path) -> None:
+    def main(more: str) -> tuple[str, ...]:
+        text = f"name: m\ntitle: M\nbase: vit-cifar10\nvariants: {{own: {{}}, tuned: {{}}}}\n{more}"
+        return load(written(tmp_path, text)).main
+
+    ours = load("vit-cifar10")
+    assert {"baseline", "tuned", "spectral", "paper"} < set(ours.main) < set(ours.variants)
+    assert main("") == (*ours.main, "own")
+    assert main("keep: [mimetic, gap]") == ("mimetic", "gap", "own", "tuned")
+    assert main("keep: []") == ("own", "tuned")
+    assert main("main: [gap, own]") == ("gap", "own")
+    assert load(written(tmp_path, MINIMAL)).main == ("baseline",)
+
+
 def test_another_model_drops_the_arguments_of_the_one_before() -> None:
     smoke = load("vit-cifar10").config("smoke", overrides={"model.name": "swin_small32"})
     assert smoke.model.kwargs == {}
@@ -380,6 +394,10 @@ def test_names_are_guessed() -> None:
         ("name: mine", "name: a/b", "'a/b' cannot name a folder"),
         ("name: mine", "name: mine\ntables: table1", "tables must be a list of texts"),
         ("name: mine", "name: mine\nkeep: [x]", "keep: its base has no 'x'"),
+        ("name: mine", "name: mine\nmain: [basline]", "main: there is no variant 'basline'. Did"),
+        ("name: mine", "name: mine\nmain: []", "main names no variant; leave it out"),
+        ("name: mine", "name: mine\nmain: all", "main must be a list of texts"),
+        ("  baseline: {}", "  all: {}", "'all' asks for all of them"),
         ("name: mine", "name: mine\nname: yours", "the key 'name' stands there twice"),
         ("name: mine", "name: mine\nbase: [a]", "base must be the name of a recipe"),
         ("name: mine", "name: mine\nbase: vit-cifar", "base: there is no recipe 'vit-cifar'"),

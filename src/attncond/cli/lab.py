@@ -92,14 +92,14 @@ def list_command(
         if as_json:
             facts = [
                 {"name": r.name, "title": r.title, "tables": list(r.tables)}
-                | {"forms": list(r.forms), "variants": list(r.variants)}
+                | {"forms": list(r.forms), "variants": list(r.variants), "main": list(r.main)}
                 for r in found
             ]
             print(json.dumps(facts, indent=1, ensure_ascii=False))
             return
-        body = [(r.name, str(len(r.variants)), r.title) for r in found]
-        print(aligned(("recipe", "variants", "what it asks"), body))
-        print("\nattncond lab show NAME shows one; attncond lab run NAME runs it.")
+        body = [(r.name, str(len(r.main)), str(len(r.variants)), r.title) for r in found]
+        print(aligned(("recipe", "main", "variants", "what it asks"), body))
+        print("\nattncond lab show NAME shows one; attncond lab run NAME runs its main variants.")
 
 
 @app.command("show", epilog=examples("attncond lab show vit-cifar10 --form paper"))
@@ -122,6 +122,8 @@ def show_command(
             print(
                 f"# tables: {', '.join(recipe.tables) or 'none'}; forms: {', '.join(recipe.forms)}"
             )
+            if len(recipe.main) < len(recipe.variants):
+                print(f"# run unless others are named: {', '.join(recipe.main)}")
             for key, changes in recipe.variants.items():
                 text = json.dumps(changes, ensure_ascii=False) if changes else "as it is"
                 print(f"# variant {key}: {text}")
@@ -137,7 +139,7 @@ def show_command(
     "run",
     epilog=examples(
         "attncond lab run digits --form smoke",
-        "attncond lab run vit-cifar10 --variants baseline,spectral --seeds 5 --jobs 4 --data DIR",
+        "attncond lab run vit-cifar10 --seeds 5 --jobs 4 --data DIR",
         "attncond lab run vit-cifar10 --variants baseline,spectral --set schedule.epochs=40",
     ),
 )
@@ -147,7 +149,8 @@ def run_command(
     ],
     form: Form = "small",
     variants: Annotated[
-        str | None, typer.Option(help="Some, by commas.  [default: all]", show_default=False)
+        str | None,
+        typer.Option(help="Some, by commas, or all.  [default: main]", show_default=False),
     ] = None,
     seeds: Annotated[str, typer.Option(help="5 for the seeds 0 to 4; 0-2 or 0,3 for those.")] = "1",
     settings: Set = None,
@@ -179,7 +182,7 @@ def run_command(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Run recipes: all variants, or some; what is finished is kept, what was stopped goes on.
+    """Run recipes, their main variants or others; what is there is kept, what was stopped goes on.
 
     Exit code 1 if a run failed, or the time limit came before the end. For several processes use
     `torchrun -m attncond.lab.run` or `accelerate launch -m attncond.lab.run` with these options.

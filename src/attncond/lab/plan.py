@@ -44,7 +44,7 @@ def plan(
     overrides: Mapping[str, str] | None = None,
     grid: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Planned]:
-    """The runs of recipes; all variants unless some are named.
+    """The runs of recipes: of the variants that are named, ``["all"]``, or else their main ones.
 
     Each point of a grid has a folder of its own: ``VARIANT@lr=1e-3``.
 
@@ -57,8 +57,8 @@ def plan(
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     planned = []
     for recipe in map(load, names):
-        chosen = itertools.product(variants or recipe.variants, points, seeds)
-        for variant, point, seed in chosen:
+        wanted = recipe.variants if list(variants or ()) == ["all"] else variants or recipe.main
+        for variant, point, seed in itertools.product(wanted, points, seeds):
             config = recipe.config(form, variant, seed, overrides, point)
             folder = run_path(root, config)
             if point:

@@ -3,6 +3,8 @@
 A recipe has ``name``, ``title``, ``tables`` and three kinds of settings: ``common``, ``forms``
 (paper, small, smoke) and ``variants`` (what is compared). ``base`` names a recipe to start from,
 one of the library's or a file beside it, and ``keep`` which of its variants stay (all unless said).
+``main`` names the variants that are run where none are asked for: unless said, those of the base
+(or those that are kept) and the recipe's own.
 A variant may start from another recipe's: ``from: swin-cifar10/spectral``, ``from: mine.yaml/own``.
 Later settings win, key by key, lists as a whole:
 
@@ -33,7 +35,7 @@ Tree = dict[str, Any]
 Layers = tuple[Layer, ...]
 
 _FROM_FILE = re.compile(r"(.+\.ya?ml)(/(.*))?")  # a file, and one of its variants
-_KEYS = ("name", "title", "tables", "base", "keep", "common", "forms", "variants")
+_KEYS = ("name", "title", "tables", "base", "keep", "common", "forms", "variants", "main")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Recipe:
     origin: str
     form_layers: Mapping[str, Layers] = field(repr=False)
     variant_layers: Mapping[str, Layers] = field(repr=False)
+    main: tuple[str, ...]
 
     @property
     def forms(self) -> dict[str, Tree]:
@@ -194,7 +197,8 @@ def _recipe(text: str, origin: str, folder: Path | None, trail: tuple[str, ...])
         tables = base.tables if base else ()
     forms = _forms(tree, origin, base.form_layers if base else {})
     variants = _variants(tree, origin, folder, base.variant_layers if base else {})
-    return Recipe(tree["name"], tree["title"], tables, origin, forms, variants)
+    main = _main(tree, origin, base, variants)
+    return Recipe(tree["name"], tree["title"], tables, origin, forms, variants, main)
 
 
 def _base(name: Any, origin: str, folder: Path | None, trail: tuple[str, ...]) -> Recipe | None:
@@ -240,6 +244,8 @@ def _variants(
     layers = {k: v for k, v in inherited.items() if keep is None or k in keep}
     for name, changes in _mapping(tree.get("variants") or {}, origin, "variants").items():
         _folder_name(name, origin, "variants")
+        if name == "all":
+            raise RecipeError(f"{origin}: variants: 'all' asks for all of them and can name none")
         settings = _settings(changes, origin, f"variants.{name}")
         source = settings.get("from")
         if folder is not None and isinstance(source, str) and _FROM_FILE.fullmatch(source):
@@ -248,6 +254,22 @@ def _variants(
     if not layers:
         raise RecipeError(f"{origin}: variants is missing; at least baseline: {{}}")
     return layers
+
+
+def _main(
+    tree: Tree, origin: str, base: Recipe | None, variants: Mapping[str, Layers]
+) -> tuple[str, ...]:
+    stated = _texts(tree.get("main"), origin, "main")
+    if stated is None:
+        keep = _texts(tree.get("keep"), origin, "keep")
+        inherited = keep if keep is not None else base.main if base else ()
+        return tuple(dict.fromkeys((*inherited, *(tree.get("variants") or ()))))
+    for name in stated:
+        if name not in variants:
+            raise RecipeError(f"{origin}: main: {unknown('there is no variant', name, variants)}")
+    if not stated:
+        raise RecipeError(f"{origin}: main names no variant; leave it out to run them all")
+    return stated
 
 
 def _settings(value: Any, origin: str, key: str) -> Tree:

@@ -182,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("names", nargs="+", metavar="NAME", help="recipes: names, or paths of YAML files")
     add("--form", default="small", help="paper, small or smoke (default: small)")
-    add("--variants", help="some of the recipe's, with commas (default: all)")
+    add("--variants", help="some of the recipe's, with commas, or all (default: its main ones)")
     add("--seeds", type=seeds_of, default=[0], help="5: the first five; 0-4 or 0,7: these")
     add("--set", type=_pair, action="append", default=[], metavar="KEY=VALUE", dest="settings")
     add(
