@@ -175,6 +175,23 @@ def test_feature_extraction_refuses_to_freeze_an_effective_weight():
     create_feature_extractor(model, ["norm"])
 
 
+@pytest.mark.parametrize("method", [ac.RemoveGap(), ac.Precondition()], ids=["gap", "rows"])
+def test_feature_extraction_takes_conditioned_heads_as_leaves_alone(method):
+    """Whoever looks into them has no attention to condition there, but proxies."""
+    from torchvision.models import SwinTransformer
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model = SwinTransformer([4, 4], 12, [2], [3], [4, 4], num_classes=2).eval()
+    ac.condition(model, method)
+    with pytest.raises(ac.ConditioningError, match=r"ShiftedWindowAttention.* for a leaf"):
+        create_feature_extractor(copy.deepcopy(model), ["norm"])
+    leaves = {"leaf_modules": [type(ac.inspect(model).sites[0].module)]}
+    extractor = create_feature_extractor(model, ["norm"], tracer_kwargs=leaves)
+    x = torch.randn(2, 3, 32, 32)
+    wanted = model.norm(model.features(x))
+    torch.testing.assert_close(extractor(x)["norm"], wanted)
+
+
 def test_a_linear_that_fx_traces_through_is_not_frozen():
     class Own(nn.Linear):
         """Of another module than torch.nn, and so no leaf."""

@@ -55,6 +55,11 @@ class Conditioned(nn.Module):
         heads = conditioned_heads(self)
         if heads is None:
             return super().forward(*args, **kwargs)
+        if not tracing() and is_fx_symbolic_tracing():
+            raise ConditioningError(
+                f"torch.fx cannot trace into a conditioned {class_name(self)}, whose attention it "
+                "would show as proxies: let the tracer take the module for a leaf"
+            )
         heads.check(self, *args, *kwargs.values())
         compiled = torch.compiler.is_compiling()  # asked here: elsewhere, Dynamo would answer
         forward: Callable[..., Any] = super().forward
