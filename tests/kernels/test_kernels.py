@@ -6,10 +6,13 @@ import copy
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from naive import conditioned
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 import attncond as ac
@@ -53,6 +56,15 @@ def test_a_record_that_comes_from_elsewhere_loads_them(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "short", None)
     assert pickle.loads(sent) == Heads(gap=ac.RemoveGap())
     assert kernels.short is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_fake_card_has_the_formulas(causal: bool) -> None:
+    module = conditioned(partial(scaled_dot_product_attention, is_causal=causal), ac.RemoveGap())
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="cuda")
+        assert module(x, x, x).shape == x.shape
 
 
 def test_a_cpu_has_the_formulas() -> None:
