@@ -34,6 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -425,6 +426,18 @@ def test_attention_that_is_not_reached_raises(on):
         module["inner"](q, k, v)
     with pytest.raises(ac.ConditioningError, match="not reached"):  # not only the first time
         module["inner"](q, k, v)
+
+
+@methods
+@pytest.mark.parametrize("whole", [False, True], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_refused_by_name(whole, on):
+    torch._dynamo.reset()
+    module = conditioned(lambda q, k, v: flex_attention(q, k, v), *on)
+    if whole:
+        module = torch.compile(module, backend="aot_eager")
+    with pytest.raises(ac.ConditioningError, match=r"not reached .*FlexAttention"):
+        module(*torch.randn(3, 1, 2, 16, 16))
 
 
 def test_nested_tensors_are_refused_by_name():
