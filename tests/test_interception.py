@@ -296,6 +296,20 @@ def test_low_precision(form, dtype, kind, on):
         close(f.double(), e, 2 * EXACT[dtype] * max(1.0, float(e.abs().max())))
 
 
+@pytest.mark.parametrize("queries", [1, 64], ids=["one row", "expanded"])
+def test_padding_costs_no_precision(queries):
+    """P(V − mean) is rounded, and not PV, which is large where all values have much in common."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (normal(generator, 2, 2, 64, 8).bfloat16() for _ in range(3))
+    v += 20
+    padding = torch.ones(2, 1, 1, 64, dtype=torch.bool)
+    padding[0, ..., 40:] = False
+    wanted = attention(*(t.double() for t in (q, k, v)), (GAP,), padding)
+    mask = padding.expand(2, 1, queries, 64)
+    found = conditioned(fused, GAP)(q, k, v, mask).double()
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("form", [causal, matmul], ids=lambda f: f.__name__)
 def test_a_row_that_sees_one_key_does_not_drown_the_gradients_of_others(form, dtype):

@@ -143,11 +143,13 @@ class Interception(Recognition):
         cheaper, and rounds the difference instead of what it is the difference of.
         """
         query, value, causal = attention.query, attention.value, attention.is_causal
-        if attention.dropout_p == 0.0 and not causal and visible is None:
-            return None, attention._replace(value=centre(value))
         groups = query.shape[-3] // value.shape[-3] if attention.enable_gqa else 1
+        by_head = groups > 1 and visible is not None and visible.ndim > 2 and visible.shape[-3] > 1
+        alike = not causal and (visible is None or visible.shape[-2] == 1)
+        if attention.dropout_p == 0.0 and alike and not by_head:
+            return None, attention._replace(value=centre(value, visible))
         seen_by = value
-        if groups > 1 and visible is not None and visible.ndim > 2 and visible.shape[-3] > 1:
+        if by_head:
             seen_by, groups = value.repeat_interleave(groups, -3), 1
         mean = visible_mean(seen_by, query.shape[-2], causal=causal, visible=visible)
         return (mean.repeat_interleave(groups, -3) if groups > 1 else mean), attention

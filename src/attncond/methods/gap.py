@@ -21,15 +21,26 @@ class RemoveGap:
     """Subtract from each query's output the mean of the values it sees."""
 
 
-def centre(value: Tensor) -> Tensor:
+def centre(value: Tensor, visible: Tensor | None = None) -> Tensor:
     """``value`` (..., keys, channels) without its mean over the keys, in its own dtype.
+
+    ``visible`` (..., 1, keys) says over which of them, if not over all.
 
     >>> centre(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
     tensor([[-1., -2.],
             [ 1.,  2.]])
+    >>> centre(torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.tensor([[True, False]]))
+    tensor([[0., 0.],
+            [2., 4.]])
     """
     wide = torch.promote_types(value.dtype, torch.float32)
-    return (value - value.mean(-2, keepdim=True, dtype=wide)).to(value.dtype)
+    if visible is None:
+        mean = value.mean(-2, keepdim=True, dtype=wide)
+    else:
+        seen = visible.mT
+        total = torch.where(seen, value, value.new_zeros(())).sum(-2, keepdim=True, dtype=wide)
+        mean = total / seen.sum(-2, keepdim=True, dtype=wide).clamp_min(1)
+    return (value - mean).to(value.dtype)
 
 
 def uniform(visible: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
