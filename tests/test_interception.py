@@ -552,6 +552,19 @@ def test_attention_that_its_own_module_checkpoints_is_refused(reentrant, form):
         close(module(q, k, v), conditioned(form, GAP)(q, k, v, None))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_matrix_that_its_own_module_checkpoints_is_refused(reentrant):
+    def weights(q, k):
+        return logits_of(q, k, None).softmax(-1)
+
+    def again(q, k, v):
+        return checkpoint(weights, q, k, use_reentrant=reentrant) @ v
+
+    q, k, v = torch.randn(3, 1, 2, 4, 3, requires_grad=True)
+    with pytest.raises(ac.ConditioningError, match="checkpoints its attention itself"):
+        conditioned(again, GAP)(q, k, v)
+
+
 class LeanAttention(torch.autograd.Function):
     """Attention with a backward pass written by hand."""
 

@@ -88,9 +88,13 @@ class Interception(Recognition):
     def _act(self) -> None:
         """Count a head's output, and refuse one that the backward pass would compute otherwise."""
         self.acted += 1
+        self._check_backward(functions=True)
+
+    def _check_backward(self, functions: bool) -> None:
+        """Refuse what autograd does not see; ``functions`` that are differentiated by hand, too."""
         if not self.differentiated or torch.compiler.is_compiling():
             return
-        if (reason := _backward_apart()) is not None:
+        if (reason := _backward_apart(functions)) is not None:
             raise ConditioningError(f"the forward of {self.path or 'the model'} {reason}")
 
     def _fused(self, attention: FusedAttention) -> Tensor:
@@ -156,6 +160,7 @@ class Interception(Recognition):
 
     def _softmax(self, logits: Logits, call: TorchCall) -> Any:
         """The attention matrix; a row that sees nothing becomes zero, and so do its gradients."""
+        self._check_backward(functions=False)  # whose values may be met elsewhere
         dim, visible = call.dim, logits.shown()
         seen = visible.any(dim, keepdim=True)
         safe = torch.where(seen, logits.tensor, torch.zeros_like(logits.tensor))
@@ -198,7 +203,7 @@ class Interception(Recognition):
         return self.precondition.equilibrate(output, dim)
 
 
-def _backward_apart() -> str | None:
+def _backward_apart(functions: bool) -> str | None:
     """Why autograd does not see what the forward that is under way computes now, if so."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") != "attncond.effective":
@@ -209,7 +214,7 @@ def _backward_apart() -> str | None:
                 "the module as a whole instead."
             )
         code = frame.f_code
-        if not torch.is_grad_enabled() and code.co_argcount:
+        if functions and not torch.is_grad_enabled() and code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, torch.autograd.function.FunctionCtx):
                 return (
