@@ -67,6 +67,15 @@ def test_a_fake_card_has_the_formulas(causal: bool) -> None:
         assert module(x, x, x).shape == x.shape
 
 
+@pytest.mark.parametrize(("major", "suits"), [(8, False), (9, True), (10, True), (12, False)])
+def test_cards_with_little_shared_memory_have_the_formulas(major, suits, monkeypatch) -> None:
+    if kernels.short is None:
+        pytest.skip("no Triton, or a build without CUDA")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    assert kernels.short.is_hopper(0) is suits
+
+
 def test_a_cpu_has_the_formulas() -> None:
     x = [torch.randn(1, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3)]
     assert not kernels.suit_short(*x)
