@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from attention_forms import (
     FORMS,
     GAP,
@@ -31,6 +32,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import attention, conditioned
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -440,6 +443,27 @@ def test_attention_that_is_not_reached_raises(on):
         module["inner"](q, k, v)
     with pytest.raises(ac.ConditioningError, match="not reached"):  # not only the first time
         module["inner"](q, k, v)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_keys_that_are_split_among_processes_are_refused_by_name(mesh):
+    whole = torch.randn(3, 1, 2, 4, 3)
+    q, k, v = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+    with pytest.raises(ac.ConditioningError, match="context parallelism"):
+        conditioned(fused, *METHODS["both"])(q, k, v, None)
+    by_heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in whole]
+    for tensors, on in (((q, k, v), "precondition"), (by_heads, "gap"), (by_heads, "both")):
+        with sdpa_kernel(SDPBackend.MATH):
+            found = conditioned(fused, *METHODS[on])(*tensors, None)
+        wanted = conditioned(fused, *METHODS[on])(*whole, None)
+        torch.testing.assert_close(found.full_tensor(), wanted)
 
 
 @methods

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from attncond import kernels
 from attncond.attention_logits import Logits, visible_keys
@@ -100,6 +101,11 @@ class Interception(Recognition):
     def _fused(self, attention: FusedAttention) -> Tensor:
         if attention.query.is_nested or attention.value.is_nested:
             raise nested(self.path)
+        if self.gap is not None and _keys_apart(attention.value):
+            raise ConditioningError(
+                f"the keys of {self.path or 'the model'} are split among processes (context "
+                "parallelism), none of which has the mean of all values that RemoveGap subtracts"
+            )
         attention = attention.with_plain_mask()
         gap, mask, causal = self.gap is not None, attention.attn_mask, attention.is_causal
         acts = gap or self.precondition is not None
@@ -232,6 +238,11 @@ def nested(path: str) -> ConditioningError:
         "use padded tensors and a mask, and enable_nested_tensor=False where nn.TransformerEncoder "
         "makes nested ones of those"
     )
+
+
+def _keys_apart(value: Tensor) -> bool:
+    """Whether each process holds the values of some keys alone."""
+    return isinstance(value, DTensor) and any(p.is_shard(value.ndim - 2) for p in value.placements)
 
 
 def _sees_one(attention: FusedAttention, visible: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from attncond.methods.precondition import Precondition
 
@@ -44,6 +45,7 @@ def _suit(query: Tensor, key: Tensor, value: Tensor) -> bool:
         ENABLED
         and short is not None
         and query.is_cuda
+        and not isinstance(query, DTensor)
         and query.ndim == 4
         and query.dtype in _DTYPES
         and query.dtype == key.dtype == value.dtype
