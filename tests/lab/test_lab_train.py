@@ -118,6 +118,15 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
     assert quiet(config(), tmp_path).values == first.values
 
 
+def test_checkpoints_do_not_outlive_a_run_that_was_killed_at_its_end(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(training.shutil, "rmtree", lambda *_, **__: None)  # it did not come so far
+        quiet(config(), tmp_path)
+    assert (tmp_path / "checkpoints").exists()
+    quiet(config(), tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_starting_over(tmp_path):
     first = quiet(config(), tmp_path)
     again = quiet(config(), tmp_path, resume=False)

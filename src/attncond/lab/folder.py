@@ -58,6 +58,11 @@ class Result:
         return self.status == "diverged"
 
     @property
+    def complete(self) -> bool:
+        """Whether nothing is left to do, not even to read the test set."""
+        return self.diverged or bool(self.values["test_read"])
+
+    @property
     def test_accuracy(self) -> float | None:
         """Per cent; None if the run diverged or left the test set unread."""
         return self.values["test_accuracy"]  # type: ignore[no-any-return]

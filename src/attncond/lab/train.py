@@ -94,9 +94,11 @@ def train(
                     files.claim(config, resume)
             with together(accelerator):
                 done = files.result()
-            if done is not None and (done.values["test_read"] or done.diverged or not test):
-                return done
-            return _train(config, files, accelerator, stop, data, progress, test)
+            if done is None or (test and not done.complete):
+                done = _train(config, files, accelerator, stop, data, progress, test)
+            if done.complete and accelerator.is_main_process:
+                shutil.rmtree(files.checkpoints, ignore_errors=True)
+            return done
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"the device's memory does not suffice: {error}\nCompute a batch in more parts "
@@ -309,8 +311,6 @@ def _train(
     if main:
         checkpoint.write_tensors(files.weights, tested)
         files.finish(values)
-        if read or diverged:
-            shutil.rmtree(files.checkpoints, ignore_errors=True)
     accelerator.wait_for_everyone()
     return Result(files.path, plain(values))
 
