@@ -194,6 +194,13 @@ def test_more_seeds_are_asked_for_with_the_settings_of_those_there_are(tmp_path,
     ]
 
 
+def test_names_that_a_shell_would_read_otherwise_are_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Fake("a&b", methods=("gap",), recipe="q;k").write(Path("runs"))
+    ((_, how),) = [(w, how) for w, how in table(1, load_runs(["runs"])).missing if "gap" in w]
+    assert how == "attncond lab run 'q;k.yaml' --form small --variants 'a&b' --seeds 5"
+
+
 def test_a_value_with_commas_is_asked_for_as_the_grid_takes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     init = "spectral:lam=1,scope=head"

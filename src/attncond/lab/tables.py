@@ -257,7 +257,7 @@ def _missing(lines: Sequence[Line], name: str) -> Iterable[tuple[str, str]]:
             more.setdefault(_as_it_was(line.own[1].first), []).append(line.own[1])
     for (start, end), groups in more.items():
         variants = ",".join(dict.fromkeys(g.first.variant for g in groups))
-        command = f"{start} --variants {variants} --seeds 5{end}"
+        command = f"{start} --variants {shlex.quote(variants)} --seeds 5{end}"
         model = groups[0].first.architecture
         asked[command] = [f"{model}, {g.label}: {g.seeds} of 5 seeds" for g in groups]
     return [("; ".join(dict.fromkeys(what)), command) for command, what in asked.items()]
@@ -286,7 +286,7 @@ def _as_it_was(run: Run) -> tuple[str, str]:
     for root in place.parents[3:4]:
         if root != Path("runs") and root / run.recipe / run.form == place.parents[1]:
             said += f" --out {shlex.quote(str(root))}"
-    return f"attncond lab run {name} --form {run.form}", said
+    return f"attncond lab run {shlex.quote(name)} --form {run.form}", said
 
 
 def _recipe_for(name: str, architecture: str) -> str:
