@@ -147,11 +147,15 @@ def test_notes_say_what_applies_and_nothing_else(setting, tmp_path):
     Fake("paper", 1, methods=("paper",), state="diverged").write(tmp_path / "more")
     Fake("baseline", 0).write(tmp_path / "more")
     Fake("baseline", 0, recipe="spectra").write(tmp_path / "more")
+    Fake("paper", 2, 30.0, methods=("paper",)).write(tmp_path / "more")
+    Fake("paper", 2, 31.0, methods=("paper",), recipe="theorems").write(tmp_path / "more")
     (other,) = group(load_runs([tmp_path / "more"]), "validation")
     notes = explained([line(other, "baseline"), line(other, "paper")])
     assert "on the validation images" in notes[0]
-    assert any("ViT-B, paper: 1 of 1 seeds diverged. That is a failure" in n for n in notes)
-    assert "1 run is there twice, and counts once." in notes
+    assert any("ViT-B, paper: 1 of 2 seeds diverged. That is a failure" in n for n in notes)
+    assert "2 runs are there twice, and count once." in notes
+    differ = "What was left out of them ended otherwise: theorems/small/paper/seed2."
+    assert differ in notes
     assert not any("Monitor" in note for note in notes)
     Fake("gap", methods=("gap",), watch=True).write(tmp_path / "more")
     (other,) = group(load_runs([tmp_path / "more"]))

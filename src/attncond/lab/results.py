@@ -27,6 +27,7 @@ __all__ = ["Progress", "collect", "dumps", "load_runs", "status"]
 FAMILY = "attncond.lab.runs/"
 SCHEMA = f"{FAMILY}1"
 TWICE = "the same run is also in"
+OTHERWISE = ": it ended otherwise"
 UNREAD = "it has no test accuracy: the test set was left unread"
 RUNNING = 600.0  # seconds: who has written nothing for longer is taken for stopped
 
@@ -288,7 +289,7 @@ def _one_of(met: Sequence[Run]) -> Run:
     accuracy = kept.measured("test_accuracy")
     notes = (
         f"{TWICE} {left.source}, which was left out"
-        + ("" if left.measured("test_accuracy") == accuracy else ": it ended otherwise")
+        + ("" if left.measured("test_accuracy") == accuracy else OTHERWISE)
         for left in others
     )
     curves = max((run.curves for run in met), key=lambda curves: len(curves.steps))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attncond.lab.compare import Group, Setting
-from attncond.lab.results import TWICE, UNREAD
+from attncond.lab.results import OTHERWISE, TWICE, UNREAD
 from attncond.lab.stats import Difference, holm
 
 __all__ = ["COLUMNS", "Line", "cells", "explained", "numbers", "paper_text", "significance"]
@@ -174,6 +174,8 @@ def explained(lines: Sequence[Line]) -> list[str]:
     if twice:
         runs = "1 run is" if twice == 1 else f"{twice} runs are"
         notes.append(f"{runs} there twice, and count{'s' if twice == 1 else ''} once.")
+    if differ := sorted({run for run, note in told if note.endswith(OTHERWISE)}):
+        notes.append(f"What was left out of them ended otherwise: {', '.join(differ)}.")
     unread = sum(note == UNREAD for _, note in told)
     if unread and on == "test":
         runs = "1 run ended" if unread == 1 else f"{unread} runs ended"
