@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import time
 
+import pytest
 import torch
 
 from attncond.lab import facts
@@ -57,6 +59,21 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
         shown.at(5, 1.0)
         shown.evaluation(4, ROW)
     assert "run [red]: epoch 2/4" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, step):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, steps in ((0, [0, 1, 2, 3]), (step, [3, 4] if step else [0, 1, 2, 3, 4])):
+        writer = tensorboard(tmp_path, start)
+        for each in steps:
+            writer.add_scalar("loss", 1.0, each)
+        writer.close()
+        time.sleep(1.1)  # its files are ordered by the second
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert [event.step for event in events] == [0, 1, 2, 3, 4]
 
 
 def test_without_tensorboard(monkeypatch, tmp_path):

@@ -56,9 +56,12 @@ class Progress:
 
 
 def tensorboard(folder: Path, step: int) -> Any:
-    """A SummaryWriter that goes on after ``step``; None where TensorBoard is not installed."""
+    """A SummaryWriter that goes on after ``step``; None where TensorBoard is not installed.
+
+    What a killed process has written beyond it is not shown: without a checkpoint, all it wrote.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder), purge_step=step or None)
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
