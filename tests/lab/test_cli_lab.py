@@ -99,6 +99,7 @@ def test_show_says_what_settings_mean_and_stays_yaml() -> None:
         (("figure", "2", "--out", "f.jpg"), "should end in .png"),
         (("table", "3"), "there are 1, 5"),
         (("table", "1", "--format", "pdf"), "there are text, markdown"),
+        (("table", "1", "--out", "t.png"), "told by .txt, .md, .html, .csv or .json"),
         (("table", "1", "--on", "train"), "test and validation"),
         (("table", "1", "--out", "nowhere/t.md"), "no folder nowhere"),
     ],
@@ -181,6 +182,7 @@ def test_status_shows_runs_that_are_there_twice(here: Path) -> None:
         ("t.csv", "model,"),
         ("t.json", "{"),
         ("t.txt", "Table 1"),
+        ("t", "Table 1"),
     ],
 )
 def test_a_table_in_a_file(here: Path, name: str, start: str) -> None:

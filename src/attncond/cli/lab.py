@@ -261,7 +261,13 @@ def table_command(
         from attncond.lab.tables import table
 
         endings = {".md": "markdown", ".html": "html", ".csv": "csv", ".json": "json"}
-        kind = kind or (endings.get(out.suffix.lower(), "text") if out else "text")
+        endings |= {".txt": "text", "": "text"}
+        if kind is None and out is not None and out.suffix.lower() not in endings:
+            raise ConditioningError(
+                f"--out {out}: a table's format is told by .txt, .md, .html, .csv or .json; "
+                "another ending needs --format"
+            )
+        kind = kind or (endings[out.suffix.lower()] if out else "text")
         if kind not in FORMATS:
             raise ConditioningError(f"--format {kind}: there are {', '.join(FORMATS)}")
         if on not in ("test", "validation"):
