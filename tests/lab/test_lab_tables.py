@@ -194,6 +194,15 @@ def test_more_seeds_are_asked_for_with_the_settings_of_those_there_are(tmp_path,
     ]
 
 
+def test_what_is_missing_of_several_models_is_told_of_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Fake("vit", recipe="mine").write(Path("runs"))
+    Fake("deit", recipe="mine", model="deit_small32").write(Path("runs"))
+    told = {how: what for what, how in table(1, load_runs(["runs"])).missing}
+    what = told["attncond lab run mine.yaml --form small --variants vit,deit --seeds 5"]
+    assert what == "ViT-B, baseline: 1 of 5 seeds; DeiT-B, baseline: 1 of 5 seeds"
+
+
 def test_names_that_a_shell_would_read_otherwise_are_quoted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Fake("a&b", methods=("gap",), recipe="q;k").write(Path("runs"))

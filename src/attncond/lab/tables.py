@@ -258,8 +258,8 @@ def _missing(lines: Sequence[Line], name: str) -> Iterable[tuple[str, str]]:
     for (start, end), groups in more.items():
         variants = ",".join(dict.fromkeys(g.first.variant for g in groups))
         command = f"{start} --variants {shlex.quote(variants)} --seeds 5{end}"
-        model = groups[0].first.architecture
-        asked[command] = [f"{model}, {g.label}: {g.seeds} of 5 seeds" for g in groups]
+        said = [f"{g.first.architecture}, {g.label}: {g.seeds} of 5 seeds" for g in groups]
+        asked.setdefault(command, []).extend(said)
     return [("; ".join(dict.fromkeys(what)), command) for command, what in asked.items()]
 
 
