@@ -16,6 +16,7 @@ __all__ = ["FORMATS", "Table"]
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 96rem; padding: 0 1rem; }
+p, li { overflow-wrap: anywhere; }
 div { overflow: auto; max-height: calc(100vh - 7rem); }
 @media print { div { max-height: none; } }
 h1 { font-size: 1.2rem; }
