@@ -152,11 +152,15 @@ def test_no_more_workers_than_runs(workers, begun):
     assert note(begun, "only")["env"]["ATTNCOND_LAB_JOBS"] == "1"
 
 
+def see(name):
+    return f"see {Path(name, 'log.txt')}; {pools._CUT}"
+
+
 @pytest.mark.parametrize(
     ("do", "message"),
     [
-        ("die", f"its process ended with code -9; see {Path('first', 'log.txt')}"),
-        ("half", f"its process ended with code 5; see {Path('first', 'log.txt')}"),
+        ("die", f"its process ended with code -9 (Killed); {see('first')}"),
+        ("half", f"its process ended with code 5; {see('first')}"),
         ("broken", "said first"),
     ],
 )
@@ -177,9 +181,7 @@ def test_a_worker_that_reads_nothing(workers, begun):
 
     pool, seen = pooled([Run("run")], 1, tell)
     pool.run()
-    assert seen == [
-        ("run", "failed", f"its process ended with code 3; see {Path('run', 'log.txt')}")
-    ]
+    assert seen == [("run", "failed", f"its process ended with code 3; {see('run')}")]
 
 
 def test_nothing_begins_after_the_deadline(workers, begun):

@@ -191,7 +191,9 @@ class Pool(Generic[Run]):
             return "stopped", f"ended before it could save; {_CUT}"
         if self._hurried is not None:
             return "stopped", f"ended by force after the time limit; {_CUT}"
-        return "failed", f"its process ended with code {code}; see {run.folder / 'log.txt'}"
+        killed = f" ({signal.strsignal(-code)})" if code < 0 else ""
+        log = run.folder / "log.txt"
+        return "failed", f"its process ended with code {code}{killed}; see {log}; {_CUT}"
 
     def _start(self, number: int) -> subprocess.Popen[str]:
         environment = dict(os.environ)
