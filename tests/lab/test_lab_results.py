@@ -237,6 +237,15 @@ def test_a_run_that_is_there_three_times_is_the_one_that_was_not_watched(tmp_pat
         assert set(run.shared) == {"spectra", "vit-lambda"}
 
 
+def test_a_run_that_has_read_its_test_stands_for_one_that_has_not(tmp_path):
+    unread = Fake().write(tmp_path / "a") / "result.json"
+    unread.write_text(json.dumps({**json.loads(unread.read_text()), "test_accuracy": None}))
+    Fake(accuracy=70.0).write(tmp_path / "b")
+    run = one(tmp_path)
+    assert run.accuracy() == 70.0
+    assert "otherwise" not in run.notes[0]  # it did not end at all
+
+
 def test_a_finished_run_stands_for_an_unfinished_one(tmp_path):
     Fake(state="stopped").write(tmp_path / "a")
     Fake(accuracy=70.0).write(tmp_path / "b")

@@ -154,7 +154,7 @@ def test_notes_say_what_applies_and_nothing_else(setting, tmp_path):
     assert "on the validation images" in notes[0]
     assert any("ViT-B, paper: 1 of 2 seeds diverged. That is a failure" in n for n in notes)
     assert "2 runs are there twice, and count once." in notes
-    differ = "What was left out of them ended otherwise: theorems/small/paper/seed2."
+    differ = "What was left out of them ended otherwise: theorems/small/paper/seed2 at 30.0."
     assert differ in notes
     assert not any("Monitor" in note for note in notes)
     Fake("gap", methods=("gap",), watch=True).write(tmp_path / "more")

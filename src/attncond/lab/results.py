@@ -27,7 +27,7 @@ __all__ = ["Progress", "collect", "dumps", "load_runs", "status"]
 FAMILY = "attncond.lab.runs/"
 SCHEMA = f"{FAMILY}1"
 TWICE = "the same run is also in"
-OTHERWISE = ": it ended otherwise"
+OTHERWISE = ": it ended otherwise, at "
 UNREAD = "it has no test accuracy: the test set was left unread"
 RUNNING = 600.0  # seconds: who has written nothing for longer is taken for stopped
 
@@ -281,15 +281,18 @@ def _one_of(met: Sequence[Run]) -> Run:
     """
     kept, *others = sorted(
         met,
-        key=lambda r: (r.state in ("finished", "diverged"), len(r.metrics), -len(r.curves.steps)),
+        key=lambda r: (
+            *(r.state in ("finished", "diverged"), _end(r) is not None),
+            *(len(r.metrics), -len(r.curves.steps)),
+        ),
         reverse=True,
     )
     if not others:
         return kept
-    accuracy = kept.measured("test_accuracy")
+    ended = _end(kept)
     notes = (
         f"{TWICE} {left.source}, which was left out"
-        + ("" if left.measured("test_accuracy") == accuracy else OTHERWISE)
+        + ("" if _end(left) in (None, ended) else f"{OTHERWISE}{_end(left)}")
         for left in others
     )
     curves = max((run.curves for run in met), key=lambda curves: len(curves.steps))
@@ -297,3 +300,9 @@ def _one_of(met: Sequence[Run]) -> Run:
     return replace(
         kept, notes=(*kept.notes, *notes), collected=curves, shared=(*kept.shared, *recipes)
     )
+
+
+def _end(run: Run) -> str | None:
+    """What a run came to, as far as it has ended and read its test."""
+    accuracy = run.accuracy()
+    return "divergence" if run.state == "diverged" else None if accuracy is None else f"{accuracy}"

@@ -174,7 +174,8 @@ def explained(lines: Sequence[Line]) -> list[str]:
     if twice:
         runs = "1 run is" if twice == 1 else f"{twice} runs are"
         notes.append(f"{runs} there twice, and count{'s' if twice == 1 else ''} once.")
-    if differ := sorted({run for run, note in told if note.endswith(OTHERWISE)}):
+    told_apart = ((run, note.partition(OTHERWISE)[2]) for run, note in told)
+    if differ := sorted(f"{run} at {end}" for run, end in told_apart if end):
         notes.append(f"What was left out of them ended otherwise: {', '.join(differ)}.")
     unread = sum(note == UNREAD for _, note in told)
     if unread and on == "test":
