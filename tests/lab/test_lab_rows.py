@@ -155,7 +155,9 @@ def test_notes_say_what_applies_and_nothing_else(setting, tmp_path):
     assert any("ViT-B, paper: 1 of 2 seeds diverged. That is a failure" in n for n in notes)
     assert "2 runs are there twice, and count once." in notes
     differ = "What was left out of them ended otherwise: theorems/small/paper/seed2 at 30.0."
-    assert differ in notes
+    assert differ not in notes  # that is of the test
+    (tested,) = group(load_runs([tmp_path / "more"]))
+    assert differ in explained([line(tested, "paper")])
     assert not any("Monitor" in note for note in notes)
     Fake("gap", methods=("gap",), watch=True).write(tmp_path / "more")
     (other,) = group(load_runs([tmp_path / "more"]))

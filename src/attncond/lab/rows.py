@@ -175,7 +175,8 @@ def explained(lines: Sequence[Line]) -> list[str]:
         runs = "1 run is" if twice == 1 else f"{twice} runs are"
         notes.append(f"{runs} there twice, and count{'s' if twice == 1 else ''} once.")
     told_apart = ((run, note.partition(OTHERWISE)[2]) for run, note in told)
-    if differ := sorted(f"{run} at {end}" for run, end in told_apart if end):
+    differ = sorted(f"{run} at {end}" for run, end in told_apart if end)
+    if differ and on == "test":  # who chooses settings is told nothing of the test
         notes.append(f"What was left out of them ended otherwise: {', '.join(differ)}.")
     unread = sum(note == UNREAD for _, note in told)
     if unread and on == "test":
