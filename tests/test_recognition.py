@@ -27,7 +27,10 @@ from attention_forms import (
 )
 from naive import attention, conditioned
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import attncond as ac
 from attncond.recognition import Recognition
@@ -44,6 +47,51 @@ def test_by_itself_it_changes_nothing(form):
             output = form(q, k, v, mask)
         assert torch.equal(output, form(q, k, v, mask))
         assert mode.softmaxes == (form in WRITTEN)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that were alive at once of all that is made meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            self.alive.setdefault(storage.data_ptr(), (StorageWeakRef(storage), storage.nbytes()))
+        self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
+
+
+# Beside stock: booleans for the mask, and with RemoveGap the difference and what is subtracted; to
+# train, logits in which a row that sees nothing is open.
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(("on", "more"), [([PRE], 0.4), ([GAP], 1.4), ([GAP, PRE], 1.4)])
+def test_intermediate_matrices_are_let_go(on, more, train):
+    q, k, v = torch.randn(3, 1, 2, 128, 4)
+    mask = torch.zeros(128, 128)
+
+    def form(q, k, v, mask):
+        logits = q @ k.mT
+        logits = logits * 0.5
+        logits = logits - 1.0
+        logits = logits + mask
+        weights = logits.softmax(-1)
+        del logits
+        weights = weights.contiguous().clone()
+        return weights @ v
+
+    q.requires_grad_(train)
+    peaks = []
+    for function in (form, conditioned(form, *on)):
+        with torch.set_grad_enabled(train), Peak() as peak:
+            function(q, k, v, mask)
+        peaks.append(peak.most / (2 * 128 * 128 * 4))
+    assert peaks[0] < 2.4
+    assert peaks[1] - peaks[0] < more + (1 if train else 0)
 
 
 @methods

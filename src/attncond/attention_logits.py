@@ -45,10 +45,10 @@ class Logits(NamedTuple):
     sinks: bool = False
     masked: bool = False
 
-    def shown(self) -> Tensor:
-        """Which of its entries are of keys that their query sees."""
+    def shown(self) -> Tensor | None:
+        """Which of its entries are of keys that their query sees; None: all are."""
         if not self.masked:  # however low they are
-            return self.remembered()
+            return self.visible if self.visible is None else self.remembered()
         visible = _above(self.tensor, HIDDEN)
         return visible if self.visible is None else visible & self.visible
 

@@ -61,12 +61,13 @@ class FollowedMatrices:
 
     def __init__(self) -> None:
         self.known: list[Matrix] = []
+        self.memories = 0
         self.overwritten: set[int] = set()  # memory of what was changed under its views
 
     def begin(self, matrix: Tensor, minus: Tensor | None, root: int, softmax: TorchCall) -> None:
         """Follow ``matrix − minus``, what the softmax of number ``root`` gave."""
         keys = softmax.dim - matrix.ndim if softmax.dim >= 0 else softmax.dim
-        self.known.append(Matrix(matrix, minus, root, keys, len(self.known)))
+        self.known.append(Matrix(matrix, minus, root, keys, self._memory()))
 
     def among(self, operands: list[Tensor]) -> Matrix | None:
         """The matrix among the operands."""
@@ -127,9 +128,14 @@ class FollowedMatrices:
         for i, part in enumerate(call.made(result)):
             less = minus[i] if isinstance(minus, tuple | list) else minus
             keys = call.followed(matrix.keys, matrix.tensor, part)
-            memory = matrix.memory if call.views(matrix.tensor, part) else len(self.known)
+            memory = matrix.memory if call.views(matrix.tensor, part) else self._memory()
             self.known.append(Matrix(part, less, matrix.root, keys, memory, curve))
         return result
+
+    def _memory(self) -> int:
+        """A number for entries that no other tensor has."""
+        self.memories += 1
+        return self.memories
 
     def _formed(self, call: TorchCall, but: Tensor | None = None) -> TorchCall:
         """The call with all differences among the operands formed: there may be several."""
@@ -148,5 +154,5 @@ class FollowedMatrices:
             # Whoever holds this tensor expects it to be changed, not a copy.
             found.tensor.copy_(found.value())
             self.overwritten.add(found.memory)
-            self.known.append(found._replace(minus=None, memory=len(self.known)))
+            self.known.append(found._replace(minus=None, memory=self._memory()))
         return formed.run()

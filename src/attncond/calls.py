@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,6 +119,18 @@ def find(known: list[Any], operands: list[Tensor]) -> Any:
             if entry.tensor is operand:
                 return entry
     return None
+
+
+def held(known: list[Any]) -> list[Any]:
+    """The entries whose tensor others hold, too: no call can get any other once more.
+
+    To keep those would be to keep all intermediate attention matrices of a forward. A compiler sees
+    to that itself.
+    """
+    if torch.compiler.is_compiling():
+        return known
+    last = {id(entry.tensor): entry for entry in known}  # find() never gets to one before it
+    return [e for e in known if e is last[id(e.tensor)] and sys.getrefcount(e.tensor) > 2]
 
 
 class TorchCall(NamedTuple):

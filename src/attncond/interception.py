@@ -168,14 +168,23 @@ class Interception(Recognition):
         """The attention matrix; a row that sees nothing becomes zero, and so do its gradients."""
         self._check_backward(functions=False)  # whose values may be met elsewhere
         dim, visible = call.dim, logits.shown()
-        seen = visible.any(dim, keepdim=True)
-        safe = torch.where(seen, logits.tensor, torch.zeros_like(logits.tensor))
-        matrix = call.exchanged(logits.tensor, safe).run()
-        matrix = torch.where(seen, matrix, torch.zeros_like(matrix))
-        minus = None if self.gap is None else uniform(visible, dim, matrix.dtype)
-        if minus is not None and logits.sinks:
-            # What the sink leaves to the keys, as if it were a gate on the head's output.
-            minus = minus * (matrix * visible).sum(dim, keepdim=True)
+        if visible is None:
+            matrix: Tensor = call.run()
+            keys = max(matrix.shape[dim], 1)
+            minus = None if self.gap is None else matrix.new_full((), 1 / keys).expand_as(matrix)
+        else:
+            blind = ~visible.any(dim, keepdim=True)
+            if torch.is_grad_enabled():  # the softmax of such a row would have gradients of NaN
+                safe = logits.tensor.masked_fill(blind, 0)
+                matrix = call.exchanged(logits.tensor, safe).run()
+                del safe
+                matrix = matrix.masked_fill(blind, 0)
+            else:
+                matrix = call.run().masked_fill_(blind, 0)
+            minus = None if self.gap is None else uniform(visible, dim, matrix.dtype)
+            if minus is not None and logits.sinks:
+                # What the sink leaves to the keys, as if it were a gate on the head's output.
+                minus = minus * (matrix * visible).sum(dim, keepdim=True)
         self._made_matrix(matrix, minus, call)
         return matrix
 

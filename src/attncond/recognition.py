@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from attncond.attention_logits import FollowedLogits, Logits
 from attncond.attention_matrices import FollowedMatrices, Matrix
-from attncond.calls import CASTS, MAKERS, RESHAPES, SOFTMAXES, FusedAttention, TorchCall
+from attncond.calls import CASTS, MAKERS, RESHAPES, SOFTMAXES, FusedAttention, TorchCall, held
 from attncond.errors import ConditioningError
 
 
@@ -93,6 +93,8 @@ class Recognition(TorchFunctionMode):
                 return _multi_head_attention_forward(*call.args, **call.kwargs)
         if call.name == "scaled_dot_product_attention":
             return self._fused(FusedAttention(call.func, *call.args, **call.kwargs))
+        self.logits.known = held(self.logits.known)
+        self.matrices.known = held(self.matrices.known)
         name, operands = call.name, call.operands()
         if name in MAKERS:
             return call.run()

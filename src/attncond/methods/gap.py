@@ -53,7 +53,7 @@ def uniform(visible: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """
     count = visible.sum(dim, keepdim=True, dtype=torch.float32).clamp_min(1)
     wide = torch.promote_types(dtype, torch.float32)
-    return (visible.to(wide) / count.to(wide)).to(dtype)
+    return torch.where(visible, (1 / count.to(wide)).to(dtype), 0)
 
 
 def visible_mean(
