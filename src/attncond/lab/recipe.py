@@ -238,6 +238,8 @@ def _variants(
     tree: Tree, origin: str, folder: Path | None, inherited: Mapping[str, Layers]
 ) -> dict[str, Layers]:
     keep = _texts(tree.get("keep"), origin, "keep")
+    if keep and not inherited:
+        raise RecipeError(f"{origin}: keep is for the variants of a base, and there is no base")
     for name in keep or ():
         if name not in inherited:
             raise RecipeError(f"{origin}: keep: {unknown('its base has no', name, inherited)}")
