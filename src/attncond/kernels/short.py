@@ -37,7 +37,7 @@ def is_hopper(index: int | None) -> bool:
     """The kernels were made for, and measured on, multiprocessors with that much memory."""
     if not torch.cuda.is_available():  # of tensors that are fake
         return False
-    # The consumer's cards after these (12) have 99 KiB, and the backward pass asks for up to 168.
+    # The consumer's cards after these (12) have 99 KiB, and the backward pass asks for more.
     return torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 

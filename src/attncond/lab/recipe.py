@@ -270,7 +270,7 @@ def _main(
         if name not in variants:
             raise RecipeError(f"{origin}: main: {unknown('there is no variant', name, variants)}")
     if not stated:
-        raise RecipeError(f"{origin}: main names no variant; leave it out to run them all")
+        raise RecipeError(f"{origin}: main names no variant; leave it out, or name some")
     return stated
 
 
