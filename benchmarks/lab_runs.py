@@ -67,6 +67,13 @@ CHOOSE: dict[str, list[Part]] = {
         (["swin", "davit"], ["folded-qk-1.25-v-3", "folded-qk-3-v-1.25"], [0, 1]),
         (["swin", "davit"], ["folded-qk-gain-1.5-v", "folded-qk-v-gain-1.5"], [0, 1]),
     ],
+    # The output projection as well, and what had one good seed in XCiT and DaViT.
+    "output": [
+        (["swin", "davit"], ["spectral-output", "spectral-minus-output"], [0, 1]),
+        (["swin", "davit"], ["tuned-output", "spectral-tuned-output"], [0, 1]),
+        (["xcit"], ["spectral-3", "spectral-v"], [1, 2]),
+        (["davit"], ["spectral-head"], [1, 2]),
+    ],
     # Methods together, and RemoveGap() at the rates that the stock Swin likes.
     "combine": [
         (["swin"], ["spectral+gap", "gap-tuned-0.25", "gap-tuned-0.1"], [0, 1]),

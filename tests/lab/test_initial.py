@@ -6,7 +6,15 @@ from torch import nn
 
 import attncond as ac
 from attncond.lab.config import Model
-from attncond.lab.initial import QK_IDENTITY, QK_NOISE, V_IDENTITY, V_NOISE, halves, mimetic
+from attncond.lab.initial import (
+    QK_IDENTITY,
+    QK_NOISE,
+    V_IDENTITY,
+    V_NOISE,
+    halves,
+    mimetic,
+    near_identity,
+)
 from attncond.lab.models import build
 
 
@@ -104,3 +112,27 @@ def test_what_has_no_output_projection_is_refused_by_name() -> None:
         mimetic(nn.Sequential(nn.MultiheadAttention(8, 2)))
     with pytest.raises(ac.UnsupportedAttentionError, match="attention over tokens"):
         mimetic(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("sign", ["output", "minus-output"])
+@pytest.mark.parametrize("name", ["vit_small32", "swin_small32", "xcit_small32", "davit_small32"])
+def test_output_projections_start_near_plus_or_minus_the_identity(name: str, sign: str) -> None:
+    torch.manual_seed(0)
+    stock = build(Model(name=name), 10, 32)
+    torch.manual_seed(0)
+    model = build(Model(name=name, init=sign), 10, 32)
+    changed = set()
+    for (key, old), new in zip(stock.named_parameters(), model.parameters(), strict=True):
+        if torch.equal(old, new):
+            continue
+        changed.add(key)
+        before, after = (torch.linalg.svdvals(w.detach().double()) for w in (old, new))
+        assert after[0] / after[-1] <= 2 * (1 + 1e-5)
+        torch.testing.assert_close(after[0], before[0], rtol=1e-5, atol=0)
+        assert new.diagonal().mean() * (1 if sign == "output" else -1) > before[0] / 2
+    assert changed == {f"{site.path}.proj.weight" for site in ac.inspect(stock)}
+
+
+def test_without_output_projections_there_is_nothing_to_start() -> None:
+    with pytest.raises(ac.UnsupportedAttentionError, match="no attention with an output"):
+        near_identity(nn.Sequential(nn.MultiheadAttention(8, 2)))

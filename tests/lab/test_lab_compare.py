@@ -93,6 +93,23 @@ def test_a_variant_with_a_rate_of_its_own_says_so(tmp_path):
     assert setting.tuned is None  # more than the rate was changed
 
 
+def test_runs_from_before_a_key_was_there_are_of_the_same_experiment(tmp_path):
+    Fake().write(tmp_path)
+    Fake(seed=1, changes={"optim.output_lr": 1.0}).write(tmp_path)
+    both = {"optim.qkv_lr": 0.25, "optim.output_lr": 0.25}
+    Fake("tuned-output", accuracy=79.0, changes=both).write(tmp_path)
+    Fake("tuned", accuracy=77.0, changes={"optim.qkv_lr": 0.25}).write(tmp_path)
+    (setting,) = settings(tmp_path)
+    assert [g.label for g in setting.groups] == [
+        "baseline",
+        "tuned, W_QKV rate × 0.25",
+        "tuned, W_QKV rate × 0.25, W_O rate × 0.25",
+    ]
+    assert len(setting.baseline.runs) == 2
+    # The tuned baseline has a rate of its own for W_Q, W_K and W_V, and for nothing else.
+    assert setting.tuned.label == "tuned, W_QKV rate × 0.25"
+
+
 def test_the_tuned_baseline_is_chosen_on_validation_images(tmp_path):
     Fake().write(tmp_path)
     for rate, accuracy in ((0.1, 76.0), (0.35, 77.0)):

@@ -76,3 +76,16 @@ def test_frozen_parameters_are_left_out() -> None:
     model.patch_embed.requires_grad_(False)
     trained = [p for g in parameter_groups(model, Optim(lr=1.0)) for p in g["params"]]
     assert len(trained) == sum(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_output_projections_have_a_rate_of_their_own_where_one_is_asked_for(name: str) -> None:
+    model = build(Model(name=name), 10, 32)
+    rates = Optim(lr=1e-3, qkv_lr=0.5, output_lr=0.25)
+    groups = {g["name"]: g for g in parameter_groups(model, rates)}
+    assert groups["output"]["lr"] == pytest.approx(2.5e-4)
+    assert groups["qkv"]["lr"] == pytest.approx(5e-4)
+    found = named(model, groups["output"]["params"])
+    assert found == {f"{site.path}.proj.weight" for site in ac.inspect(model)}
+    together = [p for g in groups.values() for p in g["params"]]
+    assert len(together) == len(list(model.parameters()))

@@ -17,7 +17,8 @@ from attncond.methods.parse import method_name
 __all__ = ["Group", "Setting", "Study", "group"]
 
 _SETTING = ("form", "model.name", "model.kwargs", "data.", "schedule.epochs", "train.batch_size")
-_TOLD = ("recipe", "variant", "methods", "optim.qkv_lr", "model.init", "model.norm")
+_RATES = {"optim.qkv_lr": "W_QKV", "optim.output_lr": "W_O"}
+_TOLD = ("recipe", "variant", "methods", "model.init", "model.norm", *_RATES)
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Group:
     def _stock(self) -> bool:
         run = self.first
         plain = run.get("model.init", "default") == "default" and run.get("model.norm", True)
+        plain = plain and run.get("optim.output_lr", 1.0) == 1.0
         return not run.get("methods") and bool(plain) and not self.suffix
 
     @property
@@ -94,10 +96,11 @@ class Group:
     @property
     def _changed(self) -> list[str]:
         run, changes = self.first, []
-        init, rate = run.get("model.init", "default"), run.get("optim.qkv_lr", 1.0)
+        init = run.get("model.init", "default")
         changes += [f"{init} initialisation"] if init != "default" else []
         changes += [] if run.get("model.norm", True) else ["no LayerNorm"]
-        changes += [f"W_QKV rate × {rate:g}"] if rate != 1.0 else []
+        rates = {weight: run.get(key, 1.0) for key, weight in _RATES.items()}
+        changes += [f"{weight} rate × {rate:g}" for weight, rate in rates.items() if rate != 1.0]
         return changes
 
     @property

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from attncond.errors import ConditioningError
+from attncond.lab.initial import STARTS
 from attncond.methods import Method, Spectral
 from attncond.methods.parse import parse_method
 
@@ -105,11 +106,12 @@ class Model(Section):
     init: str = "default"
     """default, mimetic, or a method such as spectral:lam=1, which is applied and folded into the
     weights before training, so that it is an initialisation and nothing else. Several are folded
-    one after the other: spectral:roles=qk,kappa=1.5 + spectral:roles=v."""
+    one after the other: spectral:roles=qk,kappa=1.5 + spectral:roles=v. Among them may be output
+    or minus-output: the output projections, which no method reaches, start as s(W ± λI)."""
 
-    def folded(self) -> list[str]:
-        """The methods of ``init``; none for default and mimetic."""
-        return [] if self.init in ("default", "mimetic") else self.init.split(" + ")
+    def parts(self) -> list[str]:
+        """What ``init`` does, one after the other; nothing for default."""
+        return [] if self.init == "default" else self.init.split(" + ")
 
 
 class Optim(Section):
@@ -123,6 +125,8 @@ class Optim(Section):
     eps: Positive = 1e-8
     qkv_lr: Positive = 1.0
     """Multiplies the learning rate of W_Q, W_K and W_V."""
+    output_lr: Positive = 1.0
+    """Multiplies the learning rate of attention's output projections."""
     clip: Positive | None = None
     """Largest norm of the gradient."""
 
@@ -240,12 +244,12 @@ def _model(c: Config) -> None:
         json.dumps(c.model.kwargs, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise Contradiction("model.kwargs", f"not plain data: {error}") from error
-    for text in c.model.folded():
-        if not isinstance(_method("model.init", text), Spectral):
+    for text in c.model.parts():
+        if text not in STARTS and not isinstance(_method("model.init", text), Spectral):
             raise Contradiction(
                 "model.init",
-                f"'{text}' is no initialisation: only default, mimetic and spectral methods are, "
-                "because only these can be folded into the weights",
+                f"'{text}' is no initialisation: only default, {', '.join(STARTS)} and spectral "
+                "methods are, because only these can be folded into the weights",
             )
 
 

@@ -1,12 +1,18 @@
-"""Mimetic initialisation (Trockman & Kolter, arXiv:2305.09828): attention that starts like trained.
+"""Starts that no method of the library makes: mimetic, and output projections near the identity.
 
-Per head W_Q W_Kᵀ ≈ 0.7 Z + 0.7 I, per layer W_V W_proj ≈ 0.4 Z − 0.4 I, each from the singular
+Mimetic initialisation (Trockman & Kolter, arXiv:2305.09828): attention that starts like a trained
+one. Per head W_Q W_Kᵀ ≈ 0.7 Z + 0.7 I, per layer W_V W_proj ≈ 0.4 Z − 0.4 I, each from the singular
 value decomposition of the right side, Z Gaussian with variance 1/d. (In the paper's notation
 weights act from the right; torch's are their transposes.) It is the nearest relative of λI
 conditioning: both put identities into the projections, but this one only at the start.
+
+Output projections are no part of the papers, whose λI is for W_Q, W_K and W_V. Here they may start
+as s(W ± λI) with κ ≤ 2 and their own norm, as the library's default makes the other three.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +46,8 @@ def mimetic(model: nn.Module) -> int:
 
 def _start(site: Site) -> None:
     q, k, v = (site.projection(role) for role in ("q", "k", "v"))
-    output = getattr(site.module, "proj", None)
-    if q is None or k is None or v is None or not isinstance(output, nn.Linear):
+    output = _output(site)
+    if q is None or k is None or v is None or output is None:
         raise UnsupportedAttentionError(
             f"mimetic initialisation: {site.path} has no W_Q, W_K, W_V and output projection 'proj'"
         )
@@ -81,3 +87,40 @@ def _write(projection: Projection, matrix: Tensor) -> None:
     rows[projection.rows.flatten().to(raw.device)] = matrix.reshape(shape).to(
         device=raw.device, dtype=raw.dtype
     )
+
+
+def outputs(model: nn.Module) -> list[nn.Linear]:
+    """The output projections of all attention, by timm's name for them."""
+    found = {id(p): p for p in map(_output, inspect(model)) if p is not None}
+    return list(found.values())
+
+
+def _output(site: Site) -> nn.Linear | None:
+    found = getattr(site.module, "proj", None)
+    return found if isinstance(found, nn.Linear) else None
+
+
+@torch.no_grad()
+def near_identity(model: nn.Module, sign: float = 1.0) -> int:
+    """Let output projections start as s(W + sign·λI), λ = 3σ_max, s what keeps σ_max; how many.
+
+    Raises:
+        UnsupportedAttentionError: No output projection is named ``proj``.
+    """
+    found = outputs(model)
+    if not found:
+        raise UnsupportedAttentionError("there is no attention with an output projection 'proj'")
+    for linear in found:
+        weight = linear.weight
+        norm = torch.linalg.matrix_norm(weight, 2)
+        shifted = weight + sign * 3 * norm * torch.eye(*weight.shape, device=weight.device)
+        weight.copy_(shifted * (norm / torch.linalg.matrix_norm(shifted, 2)))
+    return len(found)
+
+
+STARTS: dict[str, Callable[[nn.Module], int]] = {
+    "mimetic": mimetic,
+    "output": near_identity,
+    "minus-output": lambda model: near_identity(model, -1.0),
+}
+"""What ``model.init`` may name besides the methods of the library."""

@@ -31,7 +31,7 @@ from torch import nn
 from attncond.conditioning import condition
 from attncond.errors import ConditioningError, close
 from attncond.lab.config import Model
-from attncond.lab.initial import mimetic
+from attncond.lab.initial import STARTS
 from attncond.methods.parse import parse_method
 
 __all__ = ["MODELS", "ModelError", "build", "check", "remove_layer_norms"]
@@ -149,10 +149,11 @@ def build(model: Model, num_classes: int, image_size: int, channels: int = 3) ->
         net.set_distilled_training(True)
     if not model.norm:
         remove_layer_norms(net)
-    if model.init == "mimetic":
-        mimetic(net)
-    for text in model.folded():
-        condition(net, parse_method(text)).fold()
+    for text in model.parts():
+        if text in STARTS:
+            STARTS[text](net)
+        else:
+            condition(net, parse_method(text)).fold()
     return net
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups: what decays, and what has the learning rate of W_Q, W_K and W_V."""
+"""Parameter groups: what decays, and what has a learning rate of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from attncond.inspection import inspect
 from attncond.lab.config import Optim
+from attncond.lab.initial import outputs
 
 __all__ = ["parameter_groups", "qkv_parameters"]
 
@@ -30,10 +31,12 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     """Groups for ``torch.optim.AdamW(groups, betas=..., eps=...)``; each has its own ``lr``.
 
     timm's rule says what does not decay: vectors, biases, and what the model itself names (tokens,
-    position tables). A group's ``name`` is decay, no_decay or qkv.
+    position tables). A group's ``name`` is decay, no_decay, qkv, or, where these have a rate of
+    their own, output.
     """
     own: Any = getattr(model, "no_weight_decay", tuple)
     qkv = {id(p) for p in qkv_parameters(model)[0]}
+    output = {id(p.weight) for p in outputs(model)} if optim.output_lr != 1.0 else set()
     groups: dict[str, dict[str, Any]] = {}
     found = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=own())
     for group in found:
@@ -43,6 +46,8 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
             name = "decay" if decay else "no_decay"
             if id(parameter) in qkv:
                 name, rate = "qkv", optim.lr * optim.qkv_lr
+            elif id(parameter) in output:
+                name, rate = "output", optim.lr * optim.output_lr
             made = groups.setdefault(
                 name, {"name": name, "params": [], "lr": rate, "weight_decay": decay}
             )

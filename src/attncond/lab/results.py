@@ -202,7 +202,11 @@ def _known(run: Run) -> Run:
         _ = run.methods
     except (ConditioningError, TypeError) as error:
         note = f"its methods cannot be read: {error}"
-    for key, default in (("schedule.epochs", None), ("optim.qkv_lr", 1.0)):
+    for key, default in (
+        ("schedule.epochs", None),
+        ("optim.qkv_lr", 1.0),
+        ("optim.output_lr", 1.0),
+    ):
         value = run.get(key, default)
         if not number(value):
             note = f"its {key} should be a number above 0, and is {json.dumps(value)}"

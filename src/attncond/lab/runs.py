@@ -24,6 +24,8 @@ _IRRELEVANT = (
     *("recipe", "variant", "seed", "watch", "data.workers"),
     *("train.checkpoint_every", "train.evaluate_every"),
 )
+# Keys that runs of earlier versions lack, with the value that they were made with.
+_ADDED = {"optim.output_lr": 1.0}
 
 
 class ResultsError(ConditioningError):
@@ -176,7 +178,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = prefix + key
-        if name in _IRRELEVANT:
+        if name in _IRRELEVANT or _ADDED.get(name) == value:
             continue
         if isinstance(value, Mapping):
             found |= flat(value, f"{name}.")
