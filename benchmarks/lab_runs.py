@@ -53,25 +53,31 @@ CHOOSE: dict[str, list[Part]] = {
         (["xcit"], ["spectral-gain-2"], [0]),
         (["swin", "davit"], ["spectral-gain-3-tuned-0.35"], [0]),
         (["deit", "vit"], ["spectral-gain-1.5", "spectral-gain-2-tuned-0.5"], [0]),
-        (["swin", "davit"], ["spectral-gain-0.5", "spectral-gain-0.7"], [0, 1]),
+        (["swin", "davit"], ["spectral-gain-0.5", "spectral-gain-0.7"], [0]),
+        (["swin"], ["spectral-gain-0.5", "spectral-gain-0.7"], [1]),
         (["deit", "vit"], ["spectral-gain-0.7"], [0]),
     ],
     # Starts: λI that is folded in before training (where it is as good as one that stays, a
     # schedule of λ between the two has nothing to win), the polar factor in its place, only some
     # roles, and strengths that differ between them.
     "start": [
-        (["swin", "davit", "xcit"], ["folded-tuned", "folded-polar-tuned"], [0, 1]),
-        (["swin", "davit", "vit"], ["folded-qk-tuned", "folded-v-tuned"], [0, 1]),
-        (["xcit"], ["folded"], [0, 1]),
-        (["swin"], ["folded-tuned-0.1"], [0, 1]),
-        (["swin", "davit"], ["folded-qk-1.25-v-3", "folded-qk-3-v-1.25"], [0, 1]),
-        (["swin", "davit"], ["folded-qk-gain-1.5-v", "folded-qk-v-gain-1.5"], [0, 1]),
+        (["vit"], ["folded-qk-tuned", "folded-v-tuned"], [0, 1]),
+        (["swin", "davit", "xcit"], ["folded-tuned", "folded-polar-tuned"], [0]),
+        (["swin", "davit"], ["folded-qk-tuned", "folded-v-tuned"], [0]),
+        (["swin", "davit"], ["folded-qk-1.25-v-3", "folded-qk-3-v-1.25"], [0]),
+        (["swin", "davit"], ["folded-qk-gain-1.5-v", "folded-qk-v-gain-1.5"], [0]),
+        (["swin"], ["folded-tuned", "folded-polar-tuned"], [1]),
+        (["swin"], ["folded-qk-1.25-v-3", "folded-qk-3-v-1.25"], [1]),
+        (["xcit"], ["folded"], [0]),
+        (["davit"], ["folded-polar-tuned"], [1]),
     ],
     # The output projection as well, and what had one good seed in XCiT and DaViT.
     "output": [
-        (["swin", "davit"], ["spectral-output", "spectral-minus-output"], [0, 1]),
-        (["swin", "davit"], ["tuned-output", "spectral-tuned-output"], [0, 1]),
-        (["xcit"], ["spectral-3", "spectral-v"], [1, 2]),
+        (["swin"], ["spectral-output", "spectral-minus-output"], [0, 1]),
+        (["swin"], ["tuned-output", "spectral-tuned-output"], [0, 1]),
+        (["davit"], ["spectral-output", "spectral-minus-output"], [0]),
+        (["davit"], ["tuned-output", "spectral-tuned-output"], [0]),
+        (["xcit"], ["spectral-3"], [1, 2]),
         (["davit"], ["spectral-head"], [1, 2]),
     ],
     # Methods together, and RemoveGap() at the rates that the stock Swin likes.
