@@ -220,6 +220,21 @@ def test_a_value_with_commas_is_asked_for_as_the_grid_takes_it(tmp_path, monkeyp
     assert f"""--grid 'model.init="{init}"'""" in asked[0]
 
 
+def test_a_rate_that_old_runs_lack_is_asked_for_where_it_was_set(tmp_path, monkeypatch):
+    """Without it the command makes other runs than those that are missing."""
+    monkeypatch.chdir(tmp_path)
+    made = Fake("gap", methods=("gap",), changes={"optim.output_lr": 0.5}).write(Path("runs"))
+    made.parent.rename(made.parents[1] / "gap@output_lr=0.5")
+    # The variant has a rate of 0.25.
+    changes = {"optim.qkv_lr": 0.25, "optim.output_lr": 1.0}
+    Fake("tuned-output", changes=changes).write(Path("runs"))
+    asked = dict(table(1, load_runs(["runs"])).missing)
+    (gap,) = [how for what, how in asked.items() if "gap" in what]
+    assert "--grid optim.output_lr=0.5" in gap
+    (tuned,) = [how for what, how in asked.items() if "tuned" in what]
+    assert "--set optim.output_lr=1.0" in tuned
+
+
 def test_what_was_set_beside_a_grid_is_asked_for_as_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = {"optim.lr": 0.002, "model.kwargs": {"depth": 4}}

@@ -15,7 +15,7 @@ from attncond.lab.curves import Curves
 from attncond.methods import Method, Spectral
 from attncond.methods.parse import method_name, parse_method
 
-__all__ = ["ResultsError", "Run", "State", "flat", "number"]
+__all__ = ["ADDED", "ResultsError", "Run", "State", "flat", "number"]
 
 State = Literal["finished", "diverged", "running", "stopped", "broken"]
 _ARCHITECTURES = {"davit": "DaViT-B", "deit": "DeiT-B", "swin": "Swin-B", "xcit": "XCiT-M"}
@@ -25,7 +25,7 @@ _IRRELEVANT = (
     *("train.checkpoint_every", "train.evaluate_every"),
 )
 # Keys that runs of earlier versions lack, with the value that they were made with.
-_ADDED = {"optim.output_lr": 1.0}
+ADDED = {"optim.output_lr": 1.0}
 
 
 class ResultsError(ConditioningError):
@@ -178,7 +178,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = prefix + key
-        if name in _IRRELEVANT or _ADDED.get(name) == value:
+        if name in _IRRELEVANT or ADDED.get(name) == value:
             continue
         if isinstance(value, Mapping):
             found |= flat(value, f"{name}.")

@@ -15,7 +15,7 @@ from attncond.errors import ConditioningError
 from attncond.lab.compare import ARCHITECTURES, Group, Setting, Study, group
 from attncond.lab.rows import COLUMNS, Line, Paper, cells, explained, numbers, paper_text
 from attncond.lab.rows import significance as corrected_for_several
-from attncond.lab.runs import ResultsError, Run, flat
+from attncond.lab.runs import ADDED, ResultsError, Run, flat
 from attncond.lab.sheet import Table
 from attncond.methods import Spectral
 
@@ -270,12 +270,12 @@ def _as_it_was(run: Run) -> tuple[str, str]:
     name, said = run.recipe, ""
     place = Path(run.source)
     try:
-        own = flat(load(name).config(run.form, run.variant).model_dump(mode="json"))
+        own = {**ADDED, **flat(load(name).config(run.form, run.variant).model_dump(mode="json"))}
     except ConditioningError:  # a file of one's own, or a variant that there was once
         name += "" if name in _recipes() else ".yaml"
     else:
         point = f",{place.parent.name.partition('@')[2]}"
-        for key, value in flat(run.config).items():
+        for key, value in {**ADDED, **flat(run.config)}.items():
             of_point = any(f",{part}=" in point for part in key.split("."))
             option = "--grid" if of_point else "--set"
             known = key in own or key.startswith("model.kwargs.")
