@@ -77,6 +77,23 @@ def test_a_legend_is_below_the_axes(ax):
     assert not ax.texts
 
 
+@pytest.mark.parametrize("curves", [1, 3])
+def test_a_legend_of_long_names_is_no_wider_than_its_panel(curves):
+    name = "tuned, spectral:roles=qk,kappa=1.25 + spectral:roles=v,kappa=3 initialisation"
+    image, axes = drawing.canvas(3, 3, 4.9, 4.6)
+    for ax in axes:
+        for label in ["baseline", *[name] * curves]:
+            drawing.band(ax, [{0: 1.0, 1: 2.0}], "k", "-", label, ratio=False)
+        ax.set_xlabel("epoch")
+        drawing.legend(ax, 2)
+    image.draw_without_rendering()
+    for ax in axes:
+        legend = ax.get_legend().get_window_extent()
+        assert legend.width < image.bbox.width / 3
+        assert legend.y1 < ax.xaxis.label.get_window_extent().y0
+        assert ax.bbox.width > image.bbox.width / 5
+
+
 def test_whether_a_panel_needs_a_logarithmic_scale(ax):
     assert not drawing.spans(ax, 20)
     ax.plot([0, 1, 2], [-5.0, 1.0, 19.0])  # what is not positive has no logarithm

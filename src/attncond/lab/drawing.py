@@ -78,12 +78,21 @@ def finish(image: Any, title: str, caption: str) -> Any:
 
 
 def legend(ax: Any, columns: int) -> None:
-    """Below the axes: curves may be anywhere in them."""
-    if not ax.get_legend_handles_labels()[0]:
+    """Below the axes: curves may be anywhere in them. Long names stand below each other."""
+    handles, labels = ax.get_legend_handles_labels()
+    if not labels:
         empty(ax, "nothing was recorded")
         return
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
-    ax.legend(**place, ncols=columns, frameon=False, fontsize=8.5)
+    # Wider than its panel, a legend lies on its neighbour's and leaves the axes no room.
+    panel = ax.figure.get_figwidth() / ax.get_gridspec().ncols
+    letters = int((panel / columns - 0.5) / 0.065)
+    if columns > 1 and max(map(len, labels)) > letters:
+        legend(ax, 1)
+        return
+    texts = [textwrap.fill(label, letters, break_on_hyphens=False) for label in labels]
+    # So many font sizes below the axes, however high these are.
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 4.5}
+    ax.legend(handles, texts, **place, ncols=columns, frameon=False, fontsize=8.5)
 
 
 def empty(ax: Any, text: str) -> None:
