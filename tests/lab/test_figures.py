@@ -96,6 +96,16 @@ def test_dots_stand_where_the_baseline_is_met(runs):
     assert dots[0].get_ydata()[0] == setting.level
 
 
+def test_what_else_was_changed_besides_the_method_is_drawn_if_it_is_named(tmp_path):
+    Fake().write(tmp_path)
+    Fake("spectral", methods=("spectral",)).write(tmp_path)
+    Fake("out", methods=("spectral",), changes={"model.init": "output"}).write(tmp_path)
+    found = load_runs([tmp_path])
+    assert "spectral" in texts(drawn("pre2", found))
+    assert "spectral, output initialisation" not in texts(drawn("pre2", found))
+    assert "spectral, output initialisation" in texts(drawn("pre2", found, "out"))
+
+
 def test_labels_of_the_first_epoch_lie_beside_the_axis(tmp_path):
     Fake(accuracy=60.0).write(tmp_path)
     Fake("spectral", accuracy=80.0, speed=20, methods=("spectral",)).write(tmp_path)

@@ -25,7 +25,6 @@ from attncond.lab.watched import (
     seeds_text,
     separate,
 )
-from attncond.methods import Precondition, Spectral
 
 __all__ = ["FIGURES", "figure"]
 
@@ -203,14 +202,14 @@ FIGURES = _figures()
 
 
 def _compared(setting: Setting, variant: str | None) -> list[Group]:
-    known = ((Precondition(),), (Spectral(),), (Spectral(), Precondition()))
+    plain = ("precondition", "spectral", "spectral + precondition")  # and not started otherwise
     return [
         g
         for g in setting.groups
         if g.finished
         and not g.is_baseline
         and g.first.get("model.norm", True)
-        and (is_called(g, variant) if variant else g is setting.tuned or g.first.methods in known)
+        and (is_called(g, variant) if variant else g is setting.tuned or g.name in plain)
     ]
 
 
