@@ -106,6 +106,15 @@ def test_what_else_was_changed_besides_the_method_is_drawn_if_it_is_named(tmp_pa
     assert "spectral, output initialisation" in texts(drawn("pre2", found, "out"))
 
 
+def test_panels_of_one_model_are_told_apart(tmp_path):
+    for epochs in (20, 40):
+        for variant in ("baseline", "spectral"):
+            methods = () if variant == "baseline" else (variant,)
+            Fake(variant, methods=methods, epochs=epochs).write(tmp_path / str(epochs))
+    titles = [ax.get_title() for ax in drawn("pre2", load_runs([tmp_path])).axes]
+    assert [title.split(", ")[-1] for title in titles] == ["20 epochs", "40 epochs"]
+
+
 def test_labels_of_the_first_epoch_lie_beside_the_axis(tmp_path):
     Fake(accuracy=60.0).write(tmp_path)
     Fake("spectral", accuracy=80.0, speed=20, methods=("spectral",)).write(tmp_path)

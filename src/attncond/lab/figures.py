@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,8 @@ def _epochs(study: Study, variant: str | None) -> Any:
         ax.axhline(level, color=GREY, linewidth=1, linestyle=":")
         ax.set_ylim(bottom=max(ax.get_ylim()[0], level - 20))
         ax.set(xlabel="epoch", ylabel="validation accuracy (%)")
-        ax.set_title(f"{setting.model}, {setting.data_name}", fontsize=10)
+        title = f"{setting.model}, {setting.short}"
+        ax.set_title(textwrap.fill(title, 60, break_on_hyphens=False), fontsize=10)
         drawing.whole_numbers(ax)
         drawing.legend(ax, 2)
     counts = [len(g.finished) for s in settings for g in _compared(s, variant)]
