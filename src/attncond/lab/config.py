@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from attncond.errors import ConditioningError
+from attncond.errors import ConditioningError, close
 from attncond.lab.initial import STARTS
 from attncond.methods import Method, Spectral
 from attncond.methods.parse import parse_method
@@ -219,7 +219,10 @@ _GIVEN = {
 def _methods(c: Config) -> None:
     kinds: dict[type, str] = {}
     for text in c.methods:
-        method = _method("methods", text)
+        try:
+            method = parse_method(text)
+        except ConditioningError as error:
+            raise Contradiction("methods", str(error)) from error
         if type(method) in kinds:
             raise Contradiction(
                 "methods",
@@ -227,13 +230,6 @@ def _methods(c: Config) -> None:
                 f"({type(method).__name__}); a model can carry one of each kind",
             )
         kinds[type(method)] = text
-
-
-def _method(key: str, text: str) -> Method:
-    try:
-        return parse_method(text)
-    except ConditioningError as error:
-        raise Contradiction(key, str(error)) from error
 
 
 def _model(c: Config) -> None:
@@ -244,13 +240,30 @@ def _model(c: Config) -> None:
         json.dumps(c.model.kwargs, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise Contradiction("model.kwargs", f"not plain data: {error}") from error
-    for text in c.model.parts():
-        if text not in STARTS and not isinstance(_method("model.init", text), Spectral):
+    parts = c.model.parts()
+    for text in parts:
+        if not _starts(text):
+            known = ["default", *STARTS, "spectral"]
             raise Contradiction(
                 "model.init",
-                f"'{text}' is no initialisation: only default, {', '.join(STARTS)} and spectral "
-                "methods are, because only these can be folded into the weights",
+                f"'{text}' is no initialisation.{close(text, known)} There are default, mimetic, "
+                "and what can be folded into the weights: spectral methods, output and "
+                "minus-output, several of them joined by ' + '",
             )
+    if "mimetic" in parts and len(parts) > 1:
+        raise Contradiction(
+            "model.init",
+            "'mimetic' stands alone: it starts every weight anew that the others are about",
+        )
+
+
+def _starts(text: str) -> bool:
+    try:
+        return text in STARTS or isinstance(parse_method(text), Spectral)
+    except ConditioningError as error:
+        if ":" in text:  # more is wrong than the name
+            raise Contradiction("model.init", str(error)) from error
+        return False
 
 
 def _data(c: Config) -> None:
