@@ -225,6 +225,12 @@ def test_several_methods_are_folded_one_after_the_other() -> None:
     assert not torch.equal(both[384:], weight("default")[384:])
 
 
+@pytest.mark.parametrize("init", ["output", "mimetic", "spectral"])
+def test_a_start_that_a_model_cannot_have_is_refused_by_its_key(init: str) -> None:
+    with pytest.raises(ModelError, match=rf"model\.init '{init}' of 'resnet18': .*attention"):
+        build(Model(name="resnet18", init=init), 10, 32)
+
+
 def test_the_seed_decides_every_weight() -> None:
     def weights(init: str) -> dict[str, torch.Tensor]:
         torch.manual_seed(3)

@@ -118,7 +118,7 @@ def build(model: Model, num_classes: int, image_size: int, channels: int = 3) ->
     A DeiT gives its two heads' logits ``(cls, dist)`` in training and their mean in evaluation.
 
     Raises:
-        ModelError: No such model, or arguments that it does not take.
+        ModelError: No such model, or arguments or an initialisation that it does not take.
 
     >>> net = build(Model(name="vit_small32", kwargs={"depth": 1}), num_classes=10, image_size=32)
     >>> sum(p.numel() for p in net.parameters())
@@ -150,10 +150,13 @@ def build(model: Model, num_classes: int, image_size: int, channels: int = 3) ->
     if not model.norm:
         remove_layer_norms(net)
     for text in model.parts():
-        if text in STARTS:
-            STARTS[text](net)
-        else:
-            condition(net, parse_method(text)).fold()
+        try:
+            if text in STARTS:
+                STARTS[text](net)
+            else:
+                condition(net, parse_method(text)).fold()
+        except ConditioningError as error:
+            raise ModelError(f"model.init '{text}' of '{model.name}': {error}") from error
     return net
 
 
