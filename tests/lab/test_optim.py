@@ -89,3 +89,11 @@ def test_output_projections_have_a_rate_of_their_own_where_one_is_asked_for(name
     assert found == {f"{site.path}.proj.weight" for site in ac.inspect(model)}
     together = [p for g in groups.values() for p in g["params"]]
     assert len(together) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("key", ["qkv_lr", "output_lr"])
+def test_a_rate_for_weights_that_there_are_not_is_refused(key: str) -> None:
+    model = nn.Linear(8, 8)
+    assert parameter_groups(model, Optim(lr=1.0))
+    with pytest.raises(ac.UnsupportedAttentionError, match=rf"optim\.{key}: there is no"):
+        parameter_groups(model, Optim(lr=1.0, **{key: 0.5}))

@@ -7,6 +7,7 @@ from typing import Any
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
+from attncond.errors import UnsupportedAttentionError
 from attncond.inspection import inspect
 from attncond.lab.config import Optim
 from attncond.lab.initial import outputs
@@ -33,10 +34,19 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     timm's rule says what does not decay: vectors, biases, and what the model itself names (tokens,
     position tables). A group's ``name`` is decay, no_decay, qkv, or, where these have a rate of
     their own, output.
+
+    Raises:
+        UnsupportedAttentionError: Weights shall have a rate of their own, and there are none.
     """
     own: Any = getattr(model, "no_weight_decay", tuple)
     qkv = {id(p) for p in qkv_parameters(model)[0]}
     output = {id(p.weight) for p in outputs(model)} if optim.output_lr != 1.0 else set()
+    if optim.qkv_lr != 1.0 and not qkv:
+        raise UnsupportedAttentionError("optim.qkv_lr: there is no attention with W_Q, W_K and W_V")
+    if optim.output_lr != 1.0 and not output:
+        raise UnsupportedAttentionError(
+            "optim.output_lr: there is no attention with an output projection 'proj'"
+        )
     groups: dict[str, dict[str, Any]] = {}
     found = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=own())
     for group in found:
