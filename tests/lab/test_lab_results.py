@@ -283,6 +283,18 @@ def test_a_collection_says_the_same_as_its_folders(tmp_path):
     assert len(load_runs([tmp_path])) == 2
 
 
+@pytest.mark.parametrize(
+    "damage", [{"metrics": ["x"]}, {"metrics": {"epoch": 1}}, {"result": "x"}], ids=str
+)
+def test_a_collection_with_runs_of_another_kind(tmp_path, damage):
+    Fake().write(tmp_path / "runs")
+    record = collect(load_runs([tmp_path / "runs"]), "lab collect")
+    record["runs"][0] |= damage
+    (tmp_path / "x.json").write_text(dumps(record))
+    with pytest.raises(ConditioningError, match=r"x\.json is no file of collected runs.*mapping"):
+        load_runs([tmp_path / "x.json"])
+
+
 def test_a_file_that_is_no_collection(tmp_path):
     (tmp_path / "x.json").write_text('{"schema": "attncond.lab.runs/1", "runs": [{}]}')
     (tmp_path / "y.json").write_text("[1, 2]")

@@ -160,11 +160,11 @@ def _collection(path: Path) -> list[Run]:
                 Run(
                     os.fspath(path),
                     run["config"],
-                    tuple(run["metrics"]),
-                    run["result"],
+                    tuple({**point} for point in run["metrics"]),
+                    run["result"] and {**run["result"]},
                     # Nobody goes on with what was collected.
                     "stopped" if run["state"] == "running" else run["state"],
-                    tuple(run["notes"]),
+                    tuple(map(str, run["notes"])),
                     Curves.from_dict(run["curves"]),
                     tuple(run.get("shared", ())),
                 )
