@@ -104,6 +104,9 @@ def test_what_else_was_changed_besides_the_method_is_drawn_if_it_is_named(tmp_pa
     assert "spectral" in texts(drawn("pre2", found))
     assert "spectral, output initialisation" not in texts(drawn("pre2", found))
     assert "spectral, output initialisation" in texts(drawn("pre2", found, "out"))
+    said = "have baseline; spectral; spectral, output initialisation; try: attncond lab run"
+    with pytest.raises(ResultsError, match=said):
+        drawn("pre2", found, "output")
 
 
 def test_panels_of_one_model_are_told_apart(tmp_path):

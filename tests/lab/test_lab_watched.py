@@ -88,7 +88,9 @@ def test_a_variant_that_nobody_watched_is_refused_with_a_command(vit):
     said = r"figure 8 needs ViT-B with gap, watched .* jacobian_kappa is known.*attncond lab run"
     with pytest.raises(ResultsError, match=said):
         jacobian("8", "ViT-B")(vit, "gap")
-    with pytest.raises(ResultsError, match="figure 3 needs XCiT-M with a conditioned variant"):
+    with pytest.raises(ResultsError, match="These runs have baseline; precondition; spectral; try"):
+        jacobian("8", "ViT-B")(vit, "spectrl")
+    with pytest.raises(ResultsError, match=r"figure 3 needs XCiT-M with a.* have none; try"):
         overview("3", "XCiT-M")(vit, None)
 
 

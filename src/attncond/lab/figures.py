@@ -74,8 +74,10 @@ def _epochs(study: Study, variant: str | None) -> Any:
     """Preconditioned attention, Figure 2: validation accuracy, and where the baseline is met."""
     settings = [s for s in study if s.level is not None and _compared(s, variant)]
     if not settings:
-        beside = variant or "a variant"
-        raise nothing("pre2", "epochs-to-baseline", f"a finished baseline and {beside} beside it")
+        beside = variant or "tuned, spectral or precondition (or another --variant)"
+        others = [g.label for s in study if s.level is not None for g in s.groups if g.finished]
+        what = f"a finished baseline and {beside} beside it"
+        raise nothing("pre2", "epochs-to-baseline", what, others)
     image, axes = drawing.canvas(len(settings), min(3, len(settings)), 4.9, 4.0)
     kinds = list(dict.fromkeys(_kind(g) for s in settings for g in _compared(s, variant)))
     for ax, setting in zip(axes, settings, strict=True):

@@ -189,6 +189,7 @@ def _choose(
 ) -> Choice:
     """The setting with the most watched runs, and in it the variant that was asked for."""
     choices: list[tuple[bool, int, Choice]] = []
+    others: list[str] = []
     for setting in study:
         watched = [g for g in setting.groups if _watched(g, column)]
         stock = next((g for g in setting.groups if g.is_baseline and _watched(g)), None)
@@ -196,6 +197,8 @@ def _choose(
         ranked += [g for g in watched if not (g.is_baseline or g.is_tuned)]
         if variant is not None:
             ranked = [g for g in watched if is_called(g, variant)]
+        if setting.architecture == architecture:
+            others += [g.label for g in watched]
         if setting.architecture == architecture and ranked:
             points = [
                 len(run.curves.points(column))
@@ -209,14 +212,16 @@ def _choose(
             "spectra",
             f"{architecture} with {variant or 'a conditioned variant'}, watched by the Monitor "
             f"(watch.every, and watch.probe for Jacobians and outputs), so that {column} is known",
+            others,
         )
     return max(choices, key=lambda choice: choice[:2])[2]
 
 
-def nothing(name: str, recipe: str, what: str) -> ResultsError:
-    """The error for a figure without runs, with the command that makes them."""
+def nothing(name: str, recipe: str, what: str, others: Sequence[str] = ()) -> ResultsError:
+    """The error for a figure without runs: what others there are, the command that makes them."""
     command = f"attncond lab run {recipe} --form small --seeds 5"
-    return ResultsError(f"figure {name} needs {what}. These runs have none; try: {command}")
+    have = "; ".join(dict.fromkeys(others)) or "none"
+    return ResultsError(f"figure {name} needs {what}. These runs have {have}; try: {command}")
 
 
 def _watched(g: Group, column: str = "q_kappa") -> list[Run]:
