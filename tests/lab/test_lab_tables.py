@@ -220,6 +220,16 @@ def test_a_value_with_commas_is_asked_for_as_the_grid_takes_it(tmp_path, monkeyp
     assert f"""--grid 'model.init="{init}"'""" in asked[0]
 
 
+def test_what_was_set_is_asked_for_of_a_recipe_of_ones_own_as_well(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = "name: own\ntitle: t\nbase: vit-cifar10\nvariants: {a: {methods: [gap]}}"
+    Path("own.yaml").write_text(own)
+    Fake("a", methods=("gap",), recipe="own", epochs=40).write(Path("runs"))
+    (asked,) = [how for what, how in table(1, load_runs(["runs"])).missing if "gap" in what]
+    assert asked.startswith("attncond lab run own.yaml --form small --variants a --seeds 5")
+    assert "--set schedule.epochs=40" in asked
+
+
 def test_a_rate_that_old_runs_lack_is_asked_for_where_it_was_set(tmp_path, monkeypatch):
     """Without it the command makes other runs than those that are missing."""
     monkeypatch.chdir(tmp_path)

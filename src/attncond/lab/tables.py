@@ -267,12 +267,13 @@ def _as_it_was(run: Run) -> tuple[str, str]:
     """How a run was made: recipe and form, and what was said besides."""
     from attncond.lab.recipe import load
 
-    name, said = run.recipe, ""
+    name = run.recipe if run.recipe in _recipes() else f"{run.recipe}.yaml"  # one's own
+    said = ""
     place = Path(run.source)
     try:
         own = {**ADDED, **flat(load(name).config(run.form, run.variant).model_dump(mode="json"))}
-    except ConditioningError:  # a file of one's own, or a variant that there was once
-        name += "" if name in _recipes() else ".yaml"
+    except ConditioningError:  # a file in another folder, or a variant that there was once
+        pass
     else:
         point = f",{place.parent.name.partition('@')[2]}"
         for key, value in {**ADDED, **flat(run.config)}.items():
