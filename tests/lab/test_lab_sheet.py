@@ -117,6 +117,13 @@ def test_html_is_one_page_and_runs_nothing():
     assert text.count("&lt;img") == 2 + 1 + 3 + 1 + 2
 
 
+def test_names_of_methods_may_be_broken_at_commas_and_leave_room_for_numbers():
+    row = ("ViT-B", "spectral:roles=qk,kappa=3", "1,024")
+    page = Table("t", ("model", "variant", "own"), (row,)).to_html()
+    assert ">spectral:roles=qk,<wbr>kappa=3<" in page
+    assert ">1,024<" in page
+
+
 @pytest.mark.parametrize("place", [1, 2])
 def test_headers_models_and_variants_stay_in_sight_where_a_page_is_scrolled(place):
     """What says whose numbers these are; a variant only beside the model that it is placed by."""

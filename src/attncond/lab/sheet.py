@@ -112,7 +112,9 @@ class Table:
             start = ' class="new"' if last is not None and row[0] != last else ""
             last = row[0]
             cells = "".join(
-                f"<td {k}>{escape(cell)}</td>" for cell, k in zip(row, kinds, strict=True)
+                # Names of methods may be broken at their commas.
+                f"<td {k}>{escape(cell).replace(',', ',<wbr>') if k else escape(cell)}</td>"
+                for cell, k in zip(row, kinds, strict=True)
             )
             body += f"<tr{start}>{cells}</tr>\n"
         notes = "".join(f"<p>{escape(note)}</p>\n" for note in self.notes)
