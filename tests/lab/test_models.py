@@ -252,6 +252,13 @@ def test_a_timm_model_that_takes_any_size_is_told_none() -> None:
     assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
 
 
+def test_a_timm_model_without_stochastic_depth_is_told_none_of_it() -> None:
+    assert build(Model(name="efficientvit_m0"), 10, 224).num_classes == 10
+    assert build(Model(name="efficientvit_m0"), 10, 64).num_classes == 10  # nor has it img_size
+    with pytest.raises(ModelError, match="drop_path_rate"):
+        build(Model(name="efficientvit_m0", drop_path=0.1), 10, 224)
+
+
 def test_an_unknown_model_is_answered_with_close_names() -> None:
     with pytest.raises(ModelError, match=r"model.name: 'vit_smal32' is no model.*vit_small32"):
         build(Model(name="vit_smal32"), 10, 32)

@@ -43,14 +43,18 @@ class ModelError(ConditioningError):
 
 def _timm(name: str, sized: bool = True) -> Callable[..., nn.Module]:
     def make(*, img_size: int, **kwargs: Any) -> nn.Module:
-        given = {"img_size": img_size} if sized else {}
-        try:
-            model: nn.Module = timm.create_model(name, pretrained=False, **given, **kwargs)
-        except TypeError as error:
-            if not given or "'img_size'" not in str(error):
-                raise
-            model = timm.create_model(name, pretrained=False, **kwargs)  # it takes any size
-        return model
+        given = {"img_size": img_size, **kwargs} if sized else kwargs
+        # One takes any size, another has no stochastic depth that could be switched off.
+        needless = {"img_size"} if given.get("drop_path_rate") else {"img_size", "drop_path_rate"}
+        while True:
+            try:
+                model: nn.Module = timm.create_model(name, pretrained=False, **given)
+                return model
+            except TypeError as error:
+                refused = {k for k in needless & given.keys() if f"'{k}'" in str(error)}
+                if not refused:
+                    raise
+                given = {k: v for k, v in given.items() if k not in refused}
 
     return make
 
