@@ -41,6 +41,14 @@ def test_the_parameter_can_still_be_written_and_replaced(linear):
     assert isinstance(linear.weight, EffectiveWeight)
 
 
+def test_the_parameter_is_found_by_its_path():
+    model = vit.make()
+    raw = dict(model.named_parameters())
+    ac.condition(model, ac.Spectral())
+    for name in raw:
+        assert model.get_parameter(name) is raw[name]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "wrap",

@@ -126,9 +126,9 @@ def _sliced(owner: nn.Module, name: str) -> ConditioningError:
 # What reads a weight to put another in its place. All but the reading goes past the module, to its
 # dictionary of parameters, or comes when other things are changed already.
 _REPLACING = tuple(f"torch.nn.utils.{name}" for name in ("weight_norm", "prune", "parametrize"))
-# What reads a weight to put it back on another device: what is stored has to move, or it would be
-# conditioned twice.
-_MOVING = ("accelerate.utils.modeling",)
+# What wants the weight that is stored: to put it back on another device, or it would be conditioned
+# twice; and model.get_parameter("path.to.weight"), which takes nothing but a Parameter.
+_STORED = ("accelerate.utils.modeling", "torch.nn.modules.module")
 
 
 def _replaced(owner: nn.Module, name: str) -> str:
@@ -163,7 +163,7 @@ def _property(name: str) -> property:
         reader = None if plain else sys._getframe(1).f_globals.get("__name__")
         if reader in _REPLACING:
             raise ConditioningError(_replaced(self, name))
-        if reader in _MOVING:
+        if reader in _STORED:
             return raw
         if not raw.is_meta:
             check_calibrated(self)
