@@ -53,6 +53,10 @@ MASKED = {
     "in place": filled_in_place,
     "clamped": lambda w: w.masked_fill(AHEAD, -INF).clamp(min=-1000, max=1000),
     "capped": lambda w: torch.tanh(w.masked_fill(AHEAD, -INF) / 200) * 200,
+    "head by head": lambda w: torch.stack([filled(head) / 8 for head in w.unbind(1)], 1),
+    "in parts": lambda w: torch.cat(torch.tensor_split(filled(w) / 8, 2, dim=1), 1),
+    "repeated": lambda w: (filled(w) / 8).repeat_interleave(2, 1)[:, ::2],
+    "tiled": lambda w: (filled(w) / 8).tile(2, 1, 1, 1)[:2],
 }
 
 
@@ -147,13 +151,28 @@ def test_keys_that_a_mask_hid_are_hidden_in_another_order_too(order):
     close(conditioned(form, GAP)(q, k, v), (weights - uniform) @ v)
 
 
+def by_themselves(logits, places, v):
+    return (logits.softmax(-1).unsqueeze(-2) @ gathered(v, places)).squeeze(-2)
+
+
+def put_back(logits, places, v):
+    whole = logits.new_full((2, 2, 4, 4), -INF)
+    return whole.scatter(-1, places, logits).softmax(-1) @ v
+
+
+def put_back_in_place(logits, places, v):
+    whole = logits.new_full((2, 2, 4, 4), -INF)
+    whole.scatter_(-1, index=places, src=logits)
+    return whole.softmax(-1) @ v
+
+
 @methods
-def test_the_largest_logits_keep_their_masks(on):
+@pytest.mark.parametrize("then", [by_themselves, put_back, put_back_in_place])
+def test_the_largest_logits_keep_their_masks(then, on):
     q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
 
     def form(q, k, v):
-        logits, places = (filled(q @ k.mT) / 8).topk(3)
-        return (logits.softmax(-1).unsqueeze(-2) @ gathered(v, places)).squeeze(-2)
+        return then(*(filled(q @ k.mT) / 8).topk(3), v)
 
     logits = (q @ k.mT / 8).masked_fill(AHEAD, -INF)
     logits = logits.masked_fill(logits < logits.topk(3).values[..., -1:], -INF)

@@ -130,11 +130,9 @@ class FollowedLogits:
         sinks = logits.sinks and (name not in RESHAPES or _keeps_columns(call, logits, result))
         if logits.sinks and not sinks:
             visible = None  # positions are shifted so too, with a column of zeros
-        if name in JOINS:
-            parts = [
-                find(self.known, [o]) or Logits(o, torch.zeros_like(o, dtype=torch.bool), True)
-                for o in operands
-            ]
+        joined = name in JOINS or name == "stack"
+        if joined:
+            parts = [find(self.known, [o]) or _beside(o, name in JOINS) for o in operands]
             sinks = any(p.sinks for p in parts)
             if any(p.visible is not None for p in parts):
                 keys = [p.remembered() for p in parts]
@@ -146,6 +144,12 @@ class FollowedLogits:
             if whole.visible is not None or (part and part.visible is not None):
                 visible = whole.remembered().clone()
                 visible[index] = part.remembered() if part else True
+        elif name in ("scatter", "scatter_") and visible is not None:  # the largest, put back
+            known = [find(self.known, [o]) or Logits(o, None) for o in operands]
+            for part in known:
+                if part.tensor.is_floating_point():
+                    call = call.exchanged(part.tensor, part.remembered().clone())
+            visible = call.run() if len(operands) > 2 else visible
         elif name == "pad":  # a column of zeros is a sink, too
             sinks, shown = True, torch.ones_like(logits.tensor, dtype=torch.bool)
             shown = shown if visible is None else visible.expand_as(shown)
@@ -167,11 +171,17 @@ class FollowedLogits:
         elif visible is not None and name in ORDERS:
             visible = visible.expand_as(logits.tensor).gather(call.ordered, result.indices)
         masked = logits.masked or name not in CASTS | RESHAPES | REARRANGEMENTS | SCALINGS
-        if name in JOINS:
+        if joined:
             masked = sinks or any(p.masked for p in parts)
         for i, part in enumerate(call.made(result)):
             shown = visible[i] if isinstance(visible, tuple | list) else visible
             self.known.append(Logits(part, shown, sinks, masked))
+
+
+def _beside(other: Tensor, columns: bool) -> Logits:
+    """What is joined with logits: ``columns`` of its own are no keys'."""
+    hidden = torch.zeros_like(other, dtype=torch.bool) if columns else None
+    return Logits(other, hidden, columns, masked=True)
 
 
 def _keeps_columns(call: TorchCall, logits: Logits, result: Any) -> bool:

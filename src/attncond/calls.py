@@ -74,7 +74,12 @@ OBSERVERS = frozenset(
     )
 ).union(SUMS, EXTREMES)
 # What gives the entries another order.
-REARRANGEMENTS = frozenset(("flip", "fliplr", "flipud", "roll", "index_select", "gather", "repeat"))
+REARRANGEMENTS = frozenset(
+    (
+        *("flip", "fliplr", "flipud", "roll", "index_select", "gather", "take_along_dim"),
+        *("repeat", "repeat_interleave", "tile", "broadcast_to", "tensor_split"),
+    )
+)
 # What returns entries by their size, and the places where they stood.
 ORDERS = frozenset(("topk", "sort"))
 # What is done to an attention matrix because its entries are probabilities.
