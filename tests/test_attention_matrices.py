@@ -244,6 +244,44 @@ def test_returned_weights_stay_probabilities(on):
         close(got, wanted)
 
 
+def entry_by_entry(weights, near):
+    return (weights.unsqueeze(-1) * near).sum(-2)
+
+
+def of_points(weights, near):
+    return torch.sum(weights[..., None, :, :, None] * near[:, None], dim=-2)[:, :, 0]
+
+
+@methods
+@pytest.mark.parametrize("product", [entry_by_entry, of_points], ids=lambda f: f.__name__)
+def test_values_that_are_met_entry_by_entry_are_not_left_out_in_silence(product, on):
+    """Beside a product that is seen, as those of relative positions and of points are."""
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+    near = normal(torch.Generator().manual_seed(3), 2, 4, 4, 3)
+
+    def form(q, k, v):
+        weights = logits_of(q, k, None).softmax(-1)
+        return weights @ v + product(weights, near[:, None])
+
+    with pytest.raises(ac.UnsupportedAttentionError, match="meets values entry by entry"):
+        conditioned(form, *on)(q, k, v)
+
+
+@methods
+def test_heads_that_are_mixed_entry_by_entry_are_none_that_meet_values(on):
+    q, k, v = (normal(torch.Generator().manual_seed(i), 2, 2, 4, 3) for i in range(3))
+    mixing = normal(torch.Generator().manual_seed(3), 2, 2, 1, 1)
+
+    def form(q, k, v):
+        weights = logits_of(q, k, None).softmax(-1)
+        shown = (weights.unsqueeze(1) * mixing).sum(2)
+        return weights @ v, shown
+
+    output, shown = conditioned(form, *on)(q, k, v)
+    close(output, attention(q, k, v, on))
+    close(shown, (logits_of(q, k, None).softmax(-1).unsqueeze(1) * mixing).sum(2))
+
+
 @methods
 @pytest.mark.parametrize(
     ("largest", "kept"),

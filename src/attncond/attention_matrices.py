@@ -17,10 +17,12 @@ from attncond.calls import (
     CURVES,
     DROPOUTS,
     GUARDS,
+    MULTIPLICATIONS,
     OBSERVERS,
     ORDERS,
     PRODUCTS,
     RESHAPES,
+    SUMS,
     TorchCall,
     find,
 )
@@ -33,6 +35,7 @@ class Matrix(NamedTuple):
     ``keys``: the axis that its softmax was taken over, from the end; None if that is not known.
     ``memory``: the same number for those that may share their entries, as a view does.
     ``curve``: the function that made another matrix of it, whose gap is not known.
+    ``spread``: it was multiplied with something that has axes of its own, as values do.
     """
 
     tensor: Tensor
@@ -41,6 +44,7 @@ class Matrix(NamedTuple):
     keys: int | None
     memory: int
     curve: str = ""
+    spread: bool = False
 
     def value(self) -> Tensor:
         """The difference itself, in the tensor's dtype."""
@@ -63,6 +67,7 @@ class FollowedMatrices:
         self.known: list[Matrix] = []
         self.memories = 0
         self.overwritten: set[int] = set()  # memory of what was changed under its views
+        self.missed = False  # values that it met entry by entry, in a product and a sum
 
     def begin(self, matrix: Tensor, minus: Tensor | None, root: int, softmax: TorchCall) -> None:
         """Follow ``matrix − minus``, what the softmax of number ``root`` gave."""
@@ -97,6 +102,7 @@ class FollowedMatrices:
 
     def run(self, call: TorchCall, matrix: Matrix) -> Any:
         """Run a call that a matrix is among the operands of, and follow what comes of it."""
+        self.missed |= matrix.spread and call.name in SUMS
         if matrix.minus is not None and call.name in OBSERVERS:
             return call.run()
         minus: Any = matrix.minus
@@ -129,7 +135,9 @@ class FollowedMatrices:
             less = minus[i] if isinstance(minus, tuple | list) else minus
             keys = call.followed(matrix.keys, matrix.tensor, part)
             memory = matrix.memory if call.views(matrix.tensor, part) else self._memory()
-            self.known.append(Matrix(part, less, matrix.root, keys, memory, curve))
+            apart = matrix.keys is None and part.numel() > matrix.tensor.numel()
+            spread = matrix.spread or (call.name in MULTIPLICATIONS and apart)
+            self.known.append(Matrix(part, less, matrix.root, keys, memory, curve, spread))
         return result
 
     def _memory(self) -> int:

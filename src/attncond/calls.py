@@ -16,10 +16,12 @@ from attncond.readonly import EffectiveWeight
 PRODUCTS = frozenset(("matmul", "__matmul__", "linalg_matmul", "bmm", "einsum", "baddbmm", "mm"))
 ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 SUBTRACTIONS = frozenset(("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"))
+MULTIPLICATIONS = frozenset(
+    ("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__")
+)
 # What may lift a masked logit out of the range that tells it from the others.
-SCALINGS = frozenset(
+SCALINGS = MULTIPLICATIONS.union(
     (
-        *("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"),
         *("div", "div_", "divide", "divide_", "true_divide", "true_divide_"),
         *("__truediv__", "__itruediv__", "tanh", "tanh_"),
         *("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum", "hardtanh"),

@@ -75,6 +75,12 @@ class Interception(Recognition):
 
     def check(self) -> None:
         """Raise if not every attention of the site was changed in this forward pass."""
+        if self.matrices.missed:
+            raise UnsupportedAttentionError(
+                f"the attention of {self.path or 'the model'} meets values entry by entry "
+                "((attn.unsqueeze(-1) * values).sum(-2)), where nothing would be conditioned; "
+                "write it with matmul or einsum"
+            )
         if self.acted < self.expected:
             raise ConditioningError(
                 f"the attention of {self.path or 'the model'} was not reached in this forward pass "
