@@ -6,6 +6,7 @@ import torch
 from cases import CASE
 from plain_attention import Plain, masks
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import attncond as ac
@@ -49,6 +50,21 @@ def test_every_way_to_write_attention(how, mask):
     want = [by_the_book.token_statistics(item) for item in x]
     assert report.rows[0].values["token_stable_rank"] == pytest.approx(
         sum(w[0] for w in want) / 2, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("corner", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("keys", [6, 8])
+def test_a_causal_mask_of_torch_is_read_as_the_mask_that_it_stands_for(corner, keys):
+    model = Plain("sdpa").double()
+    x, context = (torch.randn(2, n, 12, dtype=torch.float64) for n in (6, keys))
+    ahead = keys - 6 if corner is causal_lower_right else 0
+    mask = torch.ones(6, keys, dtype=torch.bool).tril(ahead)
+    report = ac.diagnose(model, {"x": x, "context": context, "mask": corner(6, keys)})
+    assert_like_the_book(report, *by_hand(model, x, context, mask))
+    want = ac.diagnose(model, {"x": x, "context": context, "mask": mask})
+    assert [r.values["jacobian_kappa"] for r in report.rows] == pytest.approx(
+        [r.values["jacobian_kappa"] for r in want.rows], rel=1e-9
     )
 
 

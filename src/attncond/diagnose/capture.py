@@ -169,7 +169,8 @@ class Observer(Recognition):
                 "diagnosed; use padded tensors and a mask"
             )
         turn, site = self._next_site()
-        split, causal, scale = by_head(attention, site), attention.is_causal, attention.factor
+        split, scale = by_head(attention.with_plain_mask(), site), attention.factor
+        causal = split.is_causal
         q, k, v = (t.detach() for t in split.operands)
         mask = None if split.attn_mask is None else split.attn_mask.detach()
         (items, count, queries, _), keys = q.shape, k.shape[2]
