@@ -209,8 +209,18 @@ class InOut(nn.Module):
         self.weight = nn.Parameter(torch.randn(size, size))
 
 
+class Dense(nn.Module):
+    """The same, of which the shape tells that its attributes are no nn.Linear's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_features = 4
+        self.weight = nn.Parameter(torch.randn(8, 4))
+
+
 @pytest.mark.parametrize(
-    "layer", [lambda: InOut(8), lambda: nn.ConvTranspose1d(8, 8, 1), lambda: nn.Embedding(8, 8)]
+    "layer",
+    [lambda: InOut(8), Dense, lambda: nn.ConvTranspose1d(8, 8, 1), lambda: nn.Embedding(8, 8)],
 )
 def test_a_layer_whose_axes_are_unknown_is_not_guessed(layer) -> None:
     module = nn.Module()

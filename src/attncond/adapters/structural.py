@@ -160,12 +160,14 @@ def row_count(child: nn.Module) -> int:
     """Rows of a projection's stored weight; its effective one may not be there to be asked yet."""
     owner, axis = weight_of(child, "weight")
     known = isinstance(owner, nn.Linear | nn.modules.conv._ConvNd) or hasattr(owner, "out_features")
-    if isinstance(owner, nn.modules.conv._ConvTransposeNd) or not (known or axis == 1):
+    weight, rows = raw_parameter(owner, "weight"), getattr(owner, "out_features", None)
+    turned = isinstance(owner, nn.modules.conv._ConvTransposeNd)
+    turned |= weight.shape[axis] != rows == weight.shape[1 - axis]
+    if turned or not (known or axis == 1):
         raise UnsupportedAttentionError(
             f"whether {class_name(owner)} stores its weight as (out, in) or (in, out) cannot be "
             "seen; register an adapter that says so"
         )
-    weight, rows = raw_parameter(owner, "weight"), getattr(owner, "out_features", None)
     packed = not weight.is_floating_point() or weight.shape[1] == 1
     if isinstance(rows, int) and rows != weight.shape[axis] and packed:
         raise UnsupportedAttentionError(
