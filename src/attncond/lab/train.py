@@ -172,8 +172,10 @@ def _train(
         loss_of = compiled(compile_key(config), graphs)
 
     # Optimizer, average, and where the last process left off.
+    with together(accelerator):
+        groups = parameter_groups(module, config.optim)
     adam = torch.optim.AdamW(
-        parameter_groups(module, config.optim),
+        groups,
         betas=config.optim.betas,
         eps=config.optim.eps,
         fused=device.type == "cuda",
