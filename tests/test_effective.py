@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from cases import CASE, CASES, METHODS
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, vmap
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -47,6 +48,8 @@ def test_the_parameter_is_found_by_its_path():
     ac.condition(model, ac.Spectral())
     for name in raw:
         assert model.get_parameter(name) is raw[name]
+        with FakeTensorMode():
+            assert model.get_parameter(name) is raw[name]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")

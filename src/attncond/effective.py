@@ -160,7 +160,8 @@ def _property(name: str) -> property:
         plain = tracing()
         if not plain and is_fx_symbolic_tracing():
             raise ConditioningError(_frozen(self, name))
-        reader = None if plain else sys._getframe(1).f_globals.get("__name__")
+        compiling = torch.compiler.is_compiling()
+        reader = None if compiling else sys._getframe(1).f_globals.get("__name__")
         if reader in _REPLACING:
             raise ConditioningError(_replaced(self, name))
         if reader in _STORED:
