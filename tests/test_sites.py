@@ -242,7 +242,7 @@ def scripted() -> nn.Module:
         (lambda: nn.Conv2d(6, 24, (1, 2)), r"kernel \(1, 2\) is not 1x1"),
         (lambda: nn.Conv2d(6, 24, 1, groups=2), "grouped convolution"),
         (lambda: nn.LayerNorm(24), r"weight of shape \(24,\) is not a matrix"),
-        (lambda: odd_weight(24, 2, 3), r"kernel \(3,\) is not 1x1"),
+        (lambda: odd_weight(24, 2, 3), r"weight of shape \(24, 2, 3\) is not a matrix"),
         (scripted, "TorchScript modules cannot be changed; use the eager model"),
         (parametrised, r"'weight' of \S*Linear is not a plain Parameter"),
         (bare, "is not a plain Parameter"),

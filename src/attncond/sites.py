@@ -164,11 +164,12 @@ def weight_of(owner: nn.Module, name: str, transposed: bool = False) -> tuple[nn
             f"({', '.join(inner)}); if the projection is one of them alone, an adapter can name it"
         )
     weight = raw_parameter(owner, name)
-    if any(size != 1 for size in weight.shape[2:]):
+    wide = any(size != 1 for size in weight.shape[2:])
+    if wide and isinstance(owner, nn.modules.conv._ConvNd):
         raise UnsupportedAttentionError(f"kernel {tuple(weight.shape[2:])} is not 1x1")
     if getattr(owner, "groups", 1) != 1 and isinstance(owner, nn.modules.conv._ConvNd):
         raise UnsupportedAttentionError("grouped convolution: the projection is block diagonal")
-    if weight.ndim < 2:
+    if wide or weight.ndim < 2:
         raise UnsupportedAttentionError(f"weight of shape {tuple(weight.shape)} is not a matrix")
     # transformers' Conv1D (GPT-2) stores (in, out).
     in_out = transposed or any(c.__name__ == "Conv1D" for c in type(owner).__mro__)
