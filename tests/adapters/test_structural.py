@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -65,6 +66,7 @@ def test_every_triple_of_names(names):
         # What the module says goes before its config, which may speak of another layer.
         ({"head_dim": 4, "config": SimpleNamespace(num_attention_heads=2)}, 3),
         ({"num_heads": True, "head_dim": 3}, 4),
+        ({"num_heads": np.prod([1, 3])}, 3),
     ],
 )
 def test_heads_are_told_by_module_or_config(attributes, heads):

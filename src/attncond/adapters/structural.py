@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from attncond.adapters.naming import maps, roles, triples
@@ -55,8 +56,8 @@ def _attribute(sources: tuple[Any, ...], names: tuple[str, ...]) -> int | None:
     for source in sources:
         for name in names:
             value: Any = getattr(source, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
+            if isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0:
+                return int(value)
     return None
 
 
