@@ -52,6 +52,23 @@ def test_the_parameter_is_found_by_its_path():
             assert model.get_parameter(name) is raw[name]
 
 
+def test_classes_that_register_their_subclasses_do_not_see_the_conditioned_one():
+    register = {}
+
+    class Registered(nn.MultiheadAttention):
+        def __init_subclass__(cls, key):
+            register[key] = cls
+
+    class Attention(Registered, key="own"):
+        pass
+
+    model = Attention(8, 2)
+    for method in (ac.Spectral(), ac.RemoveGap()):
+        ac.condition(model, method)
+    assert type(model) is not Attention
+    assert register == {"own": Attention}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "wrap",

@@ -41,6 +41,9 @@ from attncond.sites import class_name
 class Conditioned(nn.Module):
     """Mixed in before the owner's class; see :func:`conditioned_class`."""
 
+    def __init_subclass__(cls) -> None:
+        """Nothing: the owner's may want arguments, or keep a register of the user's classes."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The owner's own forward, its attention intercepted where its heads are conditioned.
 
