@@ -42,16 +42,24 @@ def normed():
     return load("xcit-cifar10").config("smoke", "baseline", 0, {"train.ema": "0.8"})
 
 
+def bare():
+    """A rate for projections that the model does not have."""
+    settings = {"model.name": "resnet18", "model.kwargs": "{}", "optim.output_lr": "0.5"}
+    return load("vit-cifar10").config("smoke", "baseline", 0, settings)
+
+
 def main(root):
     for kind in ("ddp", "fsdp"):
         os.environ["ACCELERATE_USE_FSDP"] = str(kind == "fsdp")
         for case in CASES:
             train(config(case), root / kind / case, progress=False)
         rank = torch.distributed.get_rank()
-        try:  # the first process alone sees that the folder is of another run
-            train(config("polar"), root / kind / "mixed", progress=False)
-        except SharedError as error:
-            (root / kind / f"refused-{rank}.txt").write_text(str(error))
+        # The first process alone sees that the folder is of another run.
+        for name, refused in (("mixed", config("polar")), ("bare", bare())):
+            try:
+                train(refused, root / kind / name, progress=False)
+            except SharedError as error:
+                (root / kind / f"refused-{name}-{rank}.txt").write_text(str(error))
         for name in ("stopped", "left"):  # the second is gone on with by one process
             try:
                 train(config("polar"), root / kind / name, deadline=time.time(), progress=False)
