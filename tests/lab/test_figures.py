@@ -150,6 +150,13 @@ def test_panels_over_lambda_have_one_axis_with_ticks_that_do_not_overlap(tmp_pat
         assert all(a[2] < b[0] for a, b in itertools.pairwise(boxes))
 
 
+def test_a_record_that_the_curve_over_lambda_lacks_is_told(tmp_path):
+    sweep(tmp_path, seeds=1)
+    (tmp_path / "vit-lambda/small/lam4-kept/seed0/history.jsonl").write_text("")
+    said = " ".join(texts(drawn("lambda", load_runs([tmp_path]))))
+    assert "lam4-kept/seed0/history.jsonlholdsnohistory" in "".join(said.split())
+
+
 def test_the_spread_of_a_condition_number_is_a_factor():
     low, high = _spread([1.5, 24.0], ratio=True)
     factor = math.exp(math.log(16) / math.sqrt(2))

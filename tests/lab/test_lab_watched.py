@@ -132,6 +132,22 @@ def test_a_curve_without_any_value_is_told(tmp_path):
     assert "Without" not in caption(separate("5", "ViT-B", "kappa")(found, None))
 
 
+def test_a_record_that_cannot_be_read_is_told(tmp_path):
+    Fake(watch=True).write(tmp_path)
+    for seed in (0, 1):
+        folder = Fake("spectral", seed, methods=("spectral",), watch=True).write(tmp_path)
+    path = folder / "history.jsonl"
+    path.write_text(path.read_text() + "garbage\n" * 2)
+    Fake("gap", methods=("gap",)).write(tmp_path)  # not watched
+    found = group(load_runs([tmp_path]))
+    said = caption(overview("2", "ViT-B")(found, None))
+    assert "baseline 1 seed, spectral 1 seed." in said
+    assert f"Leftout:{path},line" in said.replace(" ", "")  # a caption breaks paths
+    assert "Monitor was off" not in said
+    with pytest.raises(ResultsError, match=r"Left out: .*history\.jsonl, line .* have baseline"):
+        overview("2", "ViT-B")(found, "gap")
+
+
 def test_one_seed_and_no_baseline_is_still_a_figure(tmp_path):
     Fake("spectral", methods=("spectral",), watch=True).write(tmp_path)
     image = overview("2", "ViT-B")(group(load_runs([tmp_path])), None)

@@ -12,8 +12,9 @@ from typing import Any
 from attncond.errors import DiagnosisError
 from attncond.monitor.history import History, Record
 
-__all__ = ["Curves", "is_ratio"]
+__all__ = ["OFF", "Curves", "is_ratio"]
 
+OFF = "the Monitor was off (watch.every = 0), or has written nothing yet"
 _SPECTRUM = ("sigma_max", "sigma_min", "kappa")
 COLUMNS = (
     *(f"{raw}{role}_{name}" for raw in ("raw_", "") for role in "qkv" for name in _SPECTRUM),
@@ -46,7 +47,7 @@ class Curves:
     def read(cls, path: Path) -> Curves:
         """From the Monitor's file; what is wrong with it is told in ``trouble``."""
         if not path.exists():
-            return cls(trouble="the Monitor was off (watch.every = 0), or has written nothing yet")
+            return cls(trouble=OFF)
         try:
             return cls.of(History.read(path))
         except (DiagnosisError, OSError) as error:

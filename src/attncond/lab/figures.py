@@ -21,6 +21,7 @@ from attncond.lab.watched import (
     condition_numbers,
     is_called,
     jacobian,
+    lost,
     nothing,
     overview,
     seeds_text,
@@ -170,6 +171,7 @@ def _lambda(study: Study, variant: str | None) -> Any:
         f"{setting.model} on {setting.own}: {_range(counts)}, mean ± one std; κ is the geometric "
         f"mean over layers and seeds, of the Jacobian that of each layer's worst head. {UNRESOLVED}"
         + (f" {failed} runs diverged and are not in the means." if failed else "")
+        + lost(setting.groups)
     )
     return drawing.finish(image, "Accuracy and conditioning over λ (paper: Table 5)", caption)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from attncond.lab import drawing
 from attncond.lab.compare import Group, Setting, Study
-from attncond.lab.curves import is_ratio
+from attncond.lab.curves import OFF, is_ratio
 from attncond.lab.drawing import BLUE, GREEN, GREY, ORANGE
 from attncond.lab.runs import ResultsError, Run
 from attncond.methods import Precondition, Spectral
@@ -19,6 +19,7 @@ __all__ = [
     "condition_numbers",
     "is_called",
     "jacobian",
+    "lost",
     "nothing",
     "overview",
     "seeds_text",
@@ -40,6 +41,7 @@ class Choice:
     variant: Group
     drawn: set[tuple[str, str]] = field(default_factory=set)  # (run, column)
     absent: list[str] = field(default_factory=list)  # curves that have no value
+    lost: str = ""  # records that could not be read
 
     def curve(
         self, ax: Any, g: Group | None, column: str, colour: str, style: str, label: str
@@ -103,7 +105,7 @@ class Choice:
             for source, column in self.drawn
             if source == run.source
         )
-        return text + (f" Not finite and left out: {left} values." if left else "")
+        return text + (f" Not finite and left out: {left} values." if left else "") + self.lost
 
     def title(self, name: str, what: str) -> str:
         """The paper's figure and model, and what ours shows."""
@@ -190,6 +192,7 @@ def _choose(
     """The setting with the most watched runs, and in it the variant that was asked for."""
     choices: list[tuple[bool, int, Choice]] = []
     others: list[str] = []
+    unread = lost(g for s in study if s.architecture == architecture for g in s.groups)
     for setting in study:
         watched = [g for g in setting.groups if _watched(g, column)]
         stock = next((g for g in setting.groups if g.is_baseline and _watched(g)), None)
@@ -205,7 +208,9 @@ def _choose(
                 for g in (ranked[0], *([stock] if stock else []))
                 for run in _watched(g, column)
             ]
-            choices.append((stock is not None, sum(points), Choice(setting, stock, ranked[0])))
+            choices.append(
+                (stock is not None, sum(points), Choice(setting, stock, ranked[0], lost=unread))
+            )
     if not choices:
         raise nothing(
             name,
@@ -213,19 +218,31 @@ def _choose(
             f"{architecture} with {variant or 'a conditioned variant'}, watched by the Monitor "
             f"(watch.every, and watch.probe for Jacobians and outputs), so that {column} is known",
             others,
+            unread,
         )
     return max(choices, key=lambda choice: choice[:2])[2]
 
 
-def nothing(name: str, recipe: str, what: str, others: Sequence[str] = ()) -> ResultsError:
+def nothing(
+    name: str, recipe: str, what: str, others: Sequence[str] = (), unread: str = ""
+) -> ResultsError:
     """The error for a figure without runs: what others there are, the command that makes them."""
     command = f"attncond lab run {recipe} --form small --seeds 5"
     have = "; ".join(dict.fromkeys(others)) or "none"
-    return ResultsError(f"figure {name} needs {what}. These runs have {have}; try: {command}")
+    return ResultsError(
+        f"figure {name} needs {what}.{unread} These runs have {have}; try: {command}"
+    )
 
 
 def _watched(g: Group, column: str = "q_kappa") -> list[Run]:
     return [run for run in g.runs if run.state != "diverged" and run.curves.points(column)]
+
+
+def lost(groups: Iterable[Group]) -> str:
+    """Which of the Monitor's records could not be read, as a sentence; nothing without any."""
+    troubles = dict.fromkeys(run.curves.trouble for g in groups for run in g.runs)
+    told = "; ".join(trouble for trouble in troubles if trouble not in ("", OFF))
+    return f" Left out: {told}." if told else ""
 
 
 def is_called(g: Group, variant: str) -> bool:
