@@ -262,6 +262,14 @@ def test_status_counts(tmp_path):
     assert (second.variant, second.count("finished")) == ("gap", 1)
 
 
+def test_status_tells_the_points_of_a_grid_apart(tmp_path):
+    for rate in ("0.1", "0.2"):
+        folder = Fake(state="stopped").write(tmp_path)
+        folder.parent.rename(folder.parents[1] / f"baseline@qkv_lr={rate}")
+    found = status(load_runs([tmp_path], once=False))
+    assert [one.variant for one in found] == ["baseline@qkv_lr=0.1", "baseline@qkv_lr=0.2"]
+
+
 def test_a_collection_says_the_same_as_its_folders(tmp_path):
     Fake(seed=0, watch=True).write(tmp_path / "runs")
     Fake(seed=1, state="diverged").write(tmp_path / "runs")

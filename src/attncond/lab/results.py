@@ -61,7 +61,7 @@ def load_runs(
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the runs of one variant are."""
+    """How far the runs of one variant are, or of one point of a grid."""
 
     recipe: str
     form: str
@@ -73,10 +73,12 @@ class Progress:
 
 
 def status(runs: Sequence[Run]) -> list[Progress]:
-    """An overview by recipe, form and variant."""
+    """An overview by recipe, form and variant, or point of a grid."""
     groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.recipe, run.form, run.variant), []).append(run)
+        folder = Path(run.source).parent.name
+        variant = folder if folder.startswith(f"{run.variant}@") else run.variant
+        groups.setdefault((run.recipe, run.form, variant), []).append(run)
     return [Progress(*key, tuple(group)) for key, group in groups.items()]
 
 
