@@ -193,7 +193,7 @@ def test_several_processes_take_no_jobs(monkeypatch, tmp_path, capsys):
 
 def test_one_folder_for_two_runs(tmp_path):
     runs = plan(["digits"], tmp_path, form="smoke", variants=["gap", "gap"])
-    with pytest.raises(RunError, match="share the folder"):
+    with pytest.raises(RunError, match=r"share the folder .* variant and value of a grid once"):
         run_many(runs)
 
 

@@ -93,7 +93,10 @@ def run_many(
         KeyboardInterrupt: Ctrl-C; the runs under way have written checkpoints by then.
     """
     if double := [f for f, n in Counter(r.folder for r in runs).items() if n > 1]:
-        raise RunError(f"two runs would share the folder {double[0]}")
+        raise RunError(
+            f"two runs would share the folder {double[0]}: name each recipe, variant and value of "
+            "a grid once"
+        )
     outcomes: dict[Path, Outcome] = {}
 
     def ended(run: Planned, state: str, message: str) -> None:
