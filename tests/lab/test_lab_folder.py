@@ -79,6 +79,18 @@ def test_settings_that_never_trained_anything_give_way_to_others(tmp_path, train
         assert json.loads((tmp_path / "config.json").read_text())["optim"]["lr"] == 0.004
 
 
+def test_a_run_from_before_a_setting_was_there_goes_on(tmp_path):
+    files = RunFolder(tmp_path)
+    files.claim(config(), resume=True)
+    files.add({"step": 5, "train_loss": 1.0})
+    old = json.loads((tmp_path / "config.json").read_bytes())
+    del old["optim"]["output_lr"]
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    files.claim(config(), resume=True)
+    with pytest.raises(RunError, match=r"other settings: optim\.output_lr was null and is 0\.5\."):
+        files.claim(config(optim__output_lr=0.5), resume=True)
+
+
 def test_damaged_files_are_told(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RunError, match=r"config.json is damaged"):

@@ -18,6 +18,7 @@ from typing import IO, Any
 from attncond.errors import ConditioningError
 from attncond.files import clear_drafts, dumps, write_text
 from attncond.lab.config import Config
+from attncond.lab.runs import ADDED
 
 __all__ = ["Interrupted", "Result", "RunError", "RunFolder", "run_path", "taken"]
 
@@ -268,5 +269,5 @@ def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
         for name in [*old, *(n for n in new if n not in old)]:
             inner = f"{key}.{name}" if key else name
             yield from _changes(old.get(name), new.get(name), inner)
-    elif old != new:
+    elif old != new and not (old is None and ADDED.get(key) == new):
         yield f"{key} was {json.dumps(old)} and is {json.dumps(new)}"
