@@ -62,6 +62,11 @@ def test_a_limit_that_fills_one_batch_is_enough() -> None:
     assert len(load_data(config.data).train) == 32
 
 
+def test_mixing_pairs_a_whole_batch_whatever_parts_it_is_computed_in() -> None:
+    parts = {"data.augment.mixup": "0.8", "train.batch_size": "30", "train.accumulate": "2"}
+    assert load("vit-cifar10").config("small", overrides=parts).train.accumulate == 2
+
+
 def test_a_list_is_taken_for_a_pair() -> None:
     assert Optim(lr=1, betas=[0.5, 0.6]).betas == (0.5, 0.6)  # type: ignore[arg-type]
 

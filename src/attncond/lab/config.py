@@ -291,11 +291,10 @@ def _data(c: Config) -> None:
             "data.augment.randaugment",
             f"'{d.augment.randaugment}' is not written as timm does, like rand-m9-mstd0.5-inc1",
         )
-    part = size // c.train.accumulate
-    if (d.augment.mixup or d.augment.cutmix) and part % 2:
+    if (d.augment.mixup or d.augment.cutmix) and size % 2:
         raise Contradiction(
             ("train.batch_size", "data.augment.mixup", "data.augment.cutmix"),
-            f"mixup and cutmix pair the images of a batch, and {part} is odd",
+            f"mixup and cutmix pair the images of a batch, and {size} is odd",
         )
 
 

@@ -145,7 +145,7 @@ class Batches:
         if self.mixes and self.batch_size % 2:
             raise DataError(
                 f"mixup and cutmix mix images in pairs: a batch of {self.batch_size} per process "
-                "is odd. Change train.batch_size or train.accumulate"
+                "is odd. Change train.batch_size"
             )
         if not self.count:
             raise DataError("there is no image to make batches of")
