@@ -54,7 +54,7 @@ def refused(root, *words):
 def test_no_folder(tmp_path):
     refused(tmp_path / "none", "train/CLASS", "https://image-net.org/download.php", "--data")
     (tmp_path / "train").mkdir()
-    refused(tmp_path, "val does not exist")
+    refused(tmp_path, f"there is no folder {tmp_path / 'val'}")
 
 
 def test_no_classes(tmp_path):

@@ -69,7 +69,7 @@ def test_no_folder(tmp_path):
     refused(
         tmp_path / "none",
         "cifar10_jpeg_train.parquet",
-        "does not exist",
+        "there is no folder",
         "--data or ATTNCOND_DATA",
         "https://www.cs.toronto.edu/~kriz/cifar.html",
         "Nothing is downloaded",
@@ -83,8 +83,8 @@ def test_no_file(folder):
 
 def test_a_file_instead_of_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    refused(tmp_path / "file", "does not exist")
-    refused(tmp_path / "file" / "below", "does not exist")
+    refused(tmp_path / "file", "there is no folder")
+    refused(tmp_path / "file" / "below", "there is no folder")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])

@@ -45,7 +45,7 @@ def test_what_is_missing_is_told_with_where_to_get_it(tmp_path):
 
 def test_a_folder_that_is_not_there_is_told_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = f"in {tmp_path / 'data'}, but the folder data does not exist"
+    said = f"in {tmp_path / 'data'}, but there is no folder data"
     with pytest.raises(DataError, match=said):
         look(Path("data"))
 

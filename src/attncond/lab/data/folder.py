@@ -29,7 +29,7 @@ def image_folders(root: Path) -> list[Path]:
             if not part.is_dir():
                 raise DataError(
                     f"images in folders: looked for train/CLASS and val/CLASS in "
-                    f"{root.absolute()}, but {part} does not exist. Name the folder with --data or "
+                    f"{root.absolute()}, but there is no folder {part}. Name theirs with --data or "
                     f"ATTNCOND_DATA. {_HOW}"
                 )
     return [root / "train", root / "val"]

@@ -25,7 +25,7 @@ def readable(folder: Path, names: tuple[str, ...], what: str, how: str) -> list[
     files = [folder / name for name in names]
     with reading(folder):
         if not folder.is_dir():
-            problem = f"the folder {folder} does not exist"
+            problem = f"there is no folder {folder}"
         elif missing := [file.name for file in files if not file.is_file()]:
             problem = f"{folder} has no {', '.join(missing)}"
         else:
