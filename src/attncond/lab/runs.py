@@ -174,11 +174,13 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
     >>> flat({"seed": 1, "optim": {"lr": 0.001}})
     {'optim.lr': 0.001}
+    >>> flat({"optim": {"clip": None, "output_lr": 1.0}})
+    {'optim.clip': None}
     """
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = prefix + key
-        if name in _IRRELEVANT or ADDED.get(name) == value:
+        if name in _IRRELEVANT or ADDED.get(name, ...) == value:
             continue
         if isinstance(value, Mapping):
             found |= flat(value, f"{name}.")
